@@ -1,0 +1,183 @@
+"""The reference on one process against a layout on N: loss, every gradient by name, the norm, weights after SGD.
+
+`reference` and `layout` run the same `train_step` on the same global batches; `assert_equal` compares with the
+tolerances of contract 1: loss 1e-6, gradients 1e-5, relative to the largest element of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from titan5d.config.schema_execution import ActivationCheckpoint, Compile
+from titan5d.data.dataset import MicroBatch
+from titan5d.launch.local_ranks import run_ranks
+from titan5d.models.args import ModelArgs
+from titan5d.parallel.apply import build_parallel_model
+from titan5d.parallel.data import DataParallel
+from titan5d.parallel.mesh import Meshes
+from titan5d.topology import Topology
+from titan5d.train.step import train_step
+
+TINY = ModelArgs(
+    dim=64, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=128, vocab_size=256, max_seq_len=64
+)
+"""TINY-D of the cases: 180,800 parameters."""
+TINY_TIED = replace(TINY, tie_embeddings=True)
+UNEQUAL = (3, 61, 1, 40, 64, 2, 7, 30)
+"""Valid targets of the eight rows of a batch: a mean of means is far from the mean."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to execute a step. `rows` are valid targets by row of the global batch."""
+
+    topology: Topology = field(default_factory=Topology)
+    stage: int = 3
+    accumulation: int = 1
+    args: ModelArgs = TINY
+    valid: tuple[int, ...] = UNEQUAL
+    seq_len: int = 64
+    documents: bool = False
+    max_norm: float = 0.0
+    steps: int = 1
+    lr: float = 1.0
+    recompute: str = "none"
+    selective: str = "op"
+    compile: bool = False
+    reshard_degree: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    max_losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]  # of the first step, clipped
+    weights: dict[str, torch.Tensor]
+
+
+def global_batch(case: Case, step: int) -> list[torch.Tensor]:
+    """(tokens, labels, positions, document ids) of one step, (rows, seq_len) each; a function of the step alone."""
+    generator = torch.Generator().manual_seed(100 + step)
+    rows, seq = len(case.valid), case.seq_len
+    tokens = torch.randint(case.args.vocab_size, (rows, seq), generator=generator)
+    labels = torch.randint(case.args.vocab_size, (rows, seq), generator=generator)
+    for row, valid in enumerate(case.valid):
+        keep = torch.randperm(seq, generator=generator)[: min(valid, seq)]
+        mask = torch.ones(seq, dtype=torch.bool)
+        mask[keep] = False
+        labels[row, mask] = -100
+    ends = (torch.rand(rows, seq, generator=generator) < 0.1).int()
+    ids = torch.cumsum(ends, dim=1).int() if case.documents else torch.zeros(rows, seq, dtype=torch.int32)
+    starts = torch.ones(rows, seq, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    index = torch.arange(seq).expand(rows, seq)
+    positions = index - torch.where(starts, index, 0).cummax(dim=1).values
+    return [tokens, labels, positions, ids]
+
+
+def micro_batches(case: Case, step: int, dp_rank: int) -> list[MicroBatch]:
+    """This data-parallel rank's part of a step, in `accumulation` pieces."""
+    tensors = [part.chunk(case.topology.dp)[dp_rank] for part in global_batch(case, step)]
+    pieces = zip(*(tensor.chunk(case.accumulation) for tensor in tensors), strict=True)
+    return [
+        MicroBatch(
+            tokens, labels, positions, ids if case.documents else None, [], int((labels != -100).sum())
+        )
+        for tokens, labels, positions, ids in pieces
+    ]
+
+
+def run_case(case: Case) -> Outcome:
+    """Runs on the ranks of the current process group; the outcome is whole (gathered) on every rank."""
+    device = torch.device("cpu")
+    meshes = Meshes(case.topology, "cpu")
+    data = DataParallel(case.stage, case.reshard_degree, param_dtype=case.dtype)
+    recompute = ActivationCheckpoint(mode=case.recompute, selective_ac_option=case.selective)  # type: ignore[arg-type]
+    compile = Compile(enable=case.compile, backend="aot_eager")
+    model = build_parallel_model(
+        case.args, meshes, data, recompute, compile, torch.float32, seed=5, device=device
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
+    outcome = Outcome([], [], [], {}, {})
+
+    def keep_gradients(*_: object) -> None:
+        if not outcome.gradients:
+            grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            outcome.gradients = _whole(grads)
+
+    optimizer.register_step_pre_hook(keep_gradients)
+    for step in range(case.steps):
+        batches = micro_batches(case, step, meshes.dp_rank)
+        result = train_step(model, optimizer, batches, meshes, case.stage, case.max_norm, device)
+        outcome.losses.append(result.loss)
+        outcome.max_losses.append(result.max_loss)
+        outcome.norms.append(result.grad_norm)
+    outcome.weights = _whole(dict(model.named_parameters()))
+    return outcome
+
+
+def reference(case: Case) -> Outcome:
+    """The same model and batches on one process, all rows at once; computed once for all layouts of a session."""
+    alone = replace(
+        case,
+        topology=Topology(),
+        stage=0,
+        accumulation=1,
+        recompute="none",
+        compile=False,
+        reshard_degree=None,
+    )
+    if alone not in _REFERENCES:
+        _REFERENCES[alone] = run_ranks(run_case, 1, alone)[0]
+    return _REFERENCES[alone]
+
+
+_REFERENCES: dict[Case, Outcome] = {}
+
+
+def layout(case: Case, timeout: float = 60) -> list[Outcome]:
+    """The case on its ranks; one outcome a rank."""
+    return run_ranks(run_case, case.topology.world_size, case, timeout=timeout)
+
+
+def assert_parity(case: Case, loss: float = 1e-6, gradient: float = 1e-5, timeout: float = 60) -> None:
+    """Every rank of the layout has the reference's loss, norm, gradients and weights."""
+    expected = reference(case)
+    for rank, found in enumerate(layout(case, timeout)):
+        close(found.losses, expected.losses, loss, f"rank {rank} loss")
+        close(found.max_losses, expected.max_losses, loss, f"rank {rank} max_loss")
+        close(found.norms, expected.norms, gradient, f"rank {rank} gradient norm")
+        for kind in ("gradients", "weights"):
+            ours, theirs = getattr(found, kind), getattr(expected, kind)
+            assert ours.keys() == theirs.keys()
+            for name in theirs:
+                error = relative_error(ours[name], theirs[name])
+                assert error <= gradient, (
+                    f"rank {rank} {kind} {name}: relative error {error:.2e} > {gradient:g}"
+                )
+
+
+def close(found: Sequence[float], expected: Sequence[float], tolerance: float, what: str) -> None:
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert abs(ours - theirs) <= tolerance * max(abs(theirs), 1e-30), (
+            f"{what} at step {step}: {ours} != {theirs}"
+        )
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest absolute difference over largest absolute value."""
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def _whole(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in parameters.items()
+    }

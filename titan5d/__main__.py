@@ -1,0 +1,55 @@
+"""`titan5d COMMAND ...` or `python -m titan5d COMMAND ...`. Each command imports only what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+USAGE = """usage: titan5d COMMAND [arguments]
+
+  train      train a model: --config NAME|FILE [--section.key value ...]; --help [SECTION] lists every key
+  data       `data build` tokenizes text into shards, `data info` describes them
+  schedule   draw, simulate and compare pipeline schedules
+
+Start several ranks with ./run_train.sh or torchrun; exit status 0 done, 2 refused, 3 stopped by a signal, 1 else."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status of the process."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command, rest = (words[0], words[1:]) if words else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if command == "train":
+        if "--help" in rest or "-h" in rest:
+            from titan5d.config.help import config_help
+
+            sections = [word for word in rest if not word.startswith("-")]
+            print(config_help(sections[0] if sections else None))
+            return 0
+        from titan5d.launch.run import train
+
+        return train(rest)
+    if command == "data":
+        from titan5d.data import cli as data_cli
+
+        return _run("data", data_cli, rest)
+    if command == "schedule":
+        from titan5d.schedules import cli as schedule_cli
+
+        return _run("schedule", schedule_cli, rest)
+    print(f"titan5d: there is no command {command!r}\n\n{USAGE}", file=sys.stderr)
+    return 2
+
+
+def _run(command: str, module: ModuleType, words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"titan5d {command}", description=module.__doc__)
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(words))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""ALL rules that involve more than one key, or a key and the world the run is started in (contract 7).
+
+Every rule adds a sentence that names keys and numbers and says what would work; all of them are shown at once, before
+any process group exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titan5d.config.load import ConfigError
+from titan5d.config.schema import Config
+from titan5d.config.unavailable import unavailable
+from titan5d.topology import Topology, fill_degree
+
+if TYPE_CHECKING:
+    from titan5d.models.args import ModelArgs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the keys of a run come to in a world of a given size.
+
+    Attributes:
+        topology: degrees and ranks.
+        zero_stage: 0..3.
+        global_batch_size: rows per optimizer step over all ranks.
+        accumulation: micro-batches per optimizer step on each rank.
+        seed: of weights and data order.
+    """
+
+    topology: Topology
+    zero_stage: int
+    global_batch_size: int
+    accumulation: int
+    seed: int
+
+
+def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
+    """Raises ConfigError with everything that cannot work; otherwise returns what the keys come to."""
+    problems = unavailable(config)
+    problems += args.problems()
+    problems += _positive(config)
+    problems += _schedule(config)
+    problems += _switches(config)
+    par = config.parallelism
+    topology = Topology()
+    try:
+        topology = fill_degree(
+            world_size,
+            par.data_parallel_replicate_degree,
+            par.data_parallel_shard_degree,
+            par.context_parallel_degree,
+            par.tensor_parallel_degree,
+            par.pipeline_parallel_degree,
+            par.expert_parallel_degree,
+        )
+    except ValueError as error:
+        problems.append(str(error))
+    else:
+        problems += _batch(config, topology)
+        problems += _zero(config, topology)
+    if problems:
+        raise ConfigError(problems)
+    global_batch = _global_batch(config, topology)
+    return Layout(
+        topology=topology,
+        zero_stage=zero_stage(config, topology),
+        global_batch_size=global_batch,
+        accumulation=global_batch // (config.training.local_batch_size * topology.dp),
+        seed=config.training.seed if config.debug.seed is None else config.debug.seed,
+    )
+
+
+def zero_stage(config: Config, topology: Topology) -> int:
+    """The stage asked for; without one, the least sharding that any world fits in: 3, and 0 where nothing can shard."""
+    par = config.parallelism
+    if par.zero_stage is not None:
+        return par.zero_stage
+    if topology.dp_shard * topology.cp == 1:
+        return 0
+    return 2 if par.fsdp_reshard_after_forward == "never" else 3
+
+
+def _global_batch(config: Config, topology: Topology) -> int:
+    training = config.training
+    return (
+        training.local_batch_size * topology.dp
+        if training.global_batch_size == -1
+        else training.global_batch_size
+    )
+
+
+def _batch(config: Config, topology: Topology) -> list[str]:
+    training, dp = config.training, topology.dp
+    problems = []
+    step = training.local_batch_size * dp
+    if training.global_batch_size != -1 and step > 0 and training.global_batch_size % step:
+        below = training.global_batch_size // step * step
+        problems.append(
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of local_batch_size"
+            f" {training.local_batch_size} x {dp} data-parallel ranks = {step}; use {below or step} or {below + step}"
+        )
+    if config.validation.enable and config.validation.seq_len > config.training.seq_len:
+        problems.append(
+            f"validation.seq_len = {config.validation.seq_len} is longer than training.seq_len = {training.seq_len};"
+            " use at most the training length"
+        )
+    return problems
+
+
+def _zero(config: Config, topology: Topology) -> list[str]:
+    par, problems = config.parallelism, []
+    shards = topology.dp_shard * topology.cp
+    wanted = {"always": 3, "never": 2}.get(par.fsdp_reshard_after_forward)
+    if par.zero_stage is not None and wanted is not None and par.zero_stage != wanted:
+        problems.append(
+            f"parallelism.fsdp_reshard_after_forward = {par.fsdp_reshard_after_forward!r} means zero_stage {wanted},"
+            f" but zero_stage = {par.zero_stage} is set; keep one of the two"
+        )
+    if par.zero_stage and shards == 1 and topology.dp_replicate > 1:
+        problems.append(
+            f"parallelism.zero_stage = {par.zero_stage} has nothing to shard over: data_parallel_shard_degree x"
+            f" context_parallel_degree = 1 and data_parallel_replicate_degree = {topology.dp_replicate}; set zero_stage"
+            " = 0, or a shard degree above 1"
+        )
+    if par.zero_stage == 0 and topology.dp_replicate > 1 and shards > 1:
+        problems.append(
+            f"parallelism.zero_stage = 0 keeps everything on every rank, but data_parallel_shard_degree ="
+            f" {topology.dp_shard}; set data_parallel_replicate_degree = {topology.dp} and data_parallel_shard_degree ="
+            " 1, or a zero_stage of 1 to 3 for HSDP"
+        )
+    degree = par.zero_reshard_degree
+    if degree is not None:
+        if zero_stage(config, topology) != 3:
+            problems.append(
+                f"parallelism.zero_reshard_degree = {degree} belongs to zero_stage 3 (parameters freed after forward),"
+                f" this run has stage {zero_stage(config, topology)}"
+            )
+        if degree < 2 or shards % degree or degree >= shards:
+            fitting = [n for n in range(2, shards) if shards % n == 0]
+            hint = f"use one of {', '.join(map(str, fitting))}" if fitting else "leave it out"
+            problems.append(
+                f"parallelism.zero_reshard_degree = {degree} must divide the {shards} ranks that shard parameters and"
+                f" be smaller than them; {hint}"
+            )
+    return problems
+
+
+def _positive(config: Config) -> list[str]:
+    training, scheduler, validation = config.training, config.lr_scheduler, config.validation
+    numbers: dict[str, tuple[float, float]] = {
+        "training.local_batch_size": (training.local_batch_size, 1),
+        "training.seq_len": (training.seq_len, 1),
+        "training.steps": (training.steps, 1),
+        "training.epochs": (training.epochs, 0),
+        "training.max_norm": (training.max_norm, 0),
+        "training.max_skipped_steps": (training.max_skipped_steps, 0),
+        "training.loss_chunk_mib": (training.loss_chunk_mib, 0),
+        "training.gc_freq": (training.gc_freq, 0),
+        "lr_scheduler.warmup_steps": (scheduler.warmup_steps, 0),
+        "lr_scheduler.min_lr_factor": (scheduler.min_lr_factor, 0),
+        "optimizer.lr": (config.optimizer.lr, 0),
+        "optimizer.eps": (config.optimizer.eps, 0),
+        "optimizer.weight_decay": (config.optimizer.weight_decay, 0),
+        "validation.local_batch_size": (validation.local_batch_size, 1),
+        "validation.seq_len": (validation.seq_len, 1),
+        "validation.freq": (validation.freq, 1),
+        "metrics.log_freq": (config.metrics.log_freq, 1),
+        "comm.init_timeout_seconds": (config.comm.init_timeout_seconds, 1),
+        "comm.train_timeout_seconds": (config.comm.train_timeout_seconds, 1),
+    }
+    problems = [
+        f"{name} = {value} must be at least {least:g}"
+        for name, (value, least) in numbers.items()
+        if not value >= least
+    ]
+    if training.global_batch_size != -1 and training.global_batch_size < 1:
+        problems.append(
+            f"training.global_batch_size = {training.global_batch_size} must be -1 (one micro-batch) or more"
+        )
+    if validation.steps != -1 and validation.steps < 1:
+        problems.append(f"validation.steps = {validation.steps} must be -1 (all held-out data) or at least 1")
+    for name, beta in (("beta1", config.optimizer.beta1), ("beta2", config.optimizer.beta2)):
+        if not 0 <= beta < 1:
+            problems.append(f"optimizer.{name} = {beta} must be at least 0 and below 1")
+    return problems
+
+
+def _schedule(config: Config) -> list[str]:
+    scheduler, steps = config.lr_scheduler, config.training.steps
+    total = scheduler.total_steps if scheduler.total_steps is not None else steps
+    problems = []
+    if total < 1:
+        problems.append(f"lr_scheduler.total_steps = {total} must be at least 1")
+    ratio = scheduler.decay_ratio
+    if ratio is not None and not 0 <= ratio <= 1:
+        problems.append(f"lr_scheduler.decay_ratio = {ratio} is a share of the steps: 0 to 1")
+    if scheduler.min_lr_factor > 1:
+        problems.append(
+            f"lr_scheduler.min_lr_factor = {scheduler.min_lr_factor} is a share of the peak: 0 to 1"
+        )
+    return problems
+
+
+def _switches(config: Config) -> list[str]:
+    problems = []
+    ac, option = config.activation_checkpoint, config.activation_checkpoint.selective_ac_option
+    if ac.mode == "selective" and option != "op" and not (option.isdigit() and int(option) > 0):
+        problems.append(
+            f"activation_checkpoint.selective_ac_option = {option!r} must be 'op' (by operator) or a number n >= 1"
+            " (every n-th block)"
+        )
+    if ac.mode == "memory_budget" and not config.compile.enable:
+        problems.append(
+            "activation_checkpoint.mode = 'memory_budget' is carried out by the compiler: set compile.enable = true, or"
+            " use mode = 'selective' or 'full'"
+        )
+    if not 0 <= ac.memory_budget <= 1:
+        problems.append(
+            f"activation_checkpoint.memory_budget = {ac.memory_budget} is a share of the bytes: 0 to 1"
+        )
+    for component in config.compile.components:
+        if component not in ("model", "loss"):
+            problems.append(f"compile.components has {component!r}; there are 'model' and 'loss'")
+    if config.training.dtype == "bfloat16" and config.training.mixed_precision_param == "float32":
+        problems.append(
+            "training.mixed_precision_param = 'float32' cannot be gathered from training.dtype = 'bfloat16'; store"
+            " float32, or compute in bfloat16"
+        )
+    return problems

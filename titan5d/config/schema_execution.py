@@ -1,0 +1,278 @@
+"""The keys of how a run is executed: cuts, recompute, compile, precision, communication, diagnosis.
+
+Changing any of these must not change what is learned (see schema.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from titan5d.config.section import Section
+
+
+@dataclass
+class Profiling(Section):
+    """Traces for a closer look."""
+
+    enable_profiling: bool = False
+    """Write Kineto traces."""
+    save_traces_folder: str = "profile_traces"
+    """Folder inside the run folder."""
+    profile_freq: int = 10
+    """One trace every this many steps."""
+    profiler_active: int = 1
+    """Steps recorded in one trace."""
+    profiler_warmup: int = 3
+    """Steps of warmup before a trace."""
+    enable_memory_snapshot: bool = False
+    """Write CUDA memory snapshots."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder inside the run folder."""
+
+
+@dataclass
+class Parallelism(Section):
+    """The cuts. The degrees multiply to the number of ranks."""
+
+    data_parallel_replicate_degree: int = 1
+    """Copies of the model (HSDP when the shard degree is above 1 too)."""
+    data_parallel_shard_degree: int = -1
+    """Ranks over which training state is sharded; -1 = all that are left."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """0 replicate everything, 1 shard optimizer state, 2 gradients too, 3 parameters too (docs/data_parallel.md).
+    Default: 3, or what fsdp_reshard_after_forward asks for."""
+    zero_reshard_degree: int | None = None
+    """zero_stage 3: after forward keep parameters sharded over this many neighbouring ranks only, instead of all:
+    the backward gather then stays inside a node (ZeRO++ hpZ). Divides data_parallel_shard_degree."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """TorchTitan's spelling: always = zero_stage 3, never = zero_stage 2."""
+    tensor_parallel_degree: int = 1
+    """Ranks that share one matrix product."""
+    sequence_parallel: bool = True
+    """With tensor parallelism: norms and residuals on a slice of the sequence."""
+    disable_loss_parallel: bool = False
+    """With tensor parallelism: gather the logits instead of a vocabulary-parallel loss."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor-parallel communication with the products (CUDA)."""
+    pipeline_parallel_degree: int = 1
+    """Ranks that share the stack of layers."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """Explicit module names of every pipeline stage."""
+    pipeline_parallel_first_stage_less_layers: int = 1
+    """How many layers fewer the first stage gets, for the embedding."""
+    pipeline_parallel_last_stage_less_layers: int = 1
+    """How many layers fewer the last stage gets, for the head."""
+    pipeline_parallel_layers_per_stage: int | None = None
+    """Layers in one stage."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV."""
+    pipeline_parallel_schedule_csv: str | None = ""
+    """A schedule of one's own."""
+    pipeline_parallel_microbatch_size: int = 1
+    """Rows per pipeline micro-batch."""
+    pipeline_parallel_expert_parallel_overlap: bool = True
+    """DualPipeV hides the expert all-to-all behind compute."""
+    context_parallel_degree: int = 1
+    """Ranks that share one sequence."""
+    context_parallel_method: Literal["ring", "allgather", "ulysses"] = "ring"
+    """How attention sees the whole sequence."""
+    context_parallel_load_balancer: Literal["headtail", "none"] | None = "headtail"
+    """headtail = zig-zag, every rank the same causal work."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
+    """TorchTitan's spelling of context_parallel_method."""
+    expert_parallel_degree: int = 1
+    """Ranks that share the experts."""
+    expert_tensor_parallel_degree: int = 1
+    """Ranks that share one expert's products."""
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
+    """How tokens reach their experts."""
+
+
+@dataclass
+class ActivationCheckpoint(Section):
+    """What forward keeps for backward and what is computed again."""
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """none keeps all; full keeps one tensor a block; selective keeps what is dear to compute; memory_budget lets
+    the compiler choose."""
+    selective_ac_option: str = "op"
+    """selective: `op` = drop attention and norms, keep matrix products; a number n = recompute every n-th block."""
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(
+        default_factory=lambda: ["moe.router.gate"]
+    )
+    """selective, op: matrix products of modules with these names are recomputed."""
+    early_stop: bool = True
+    """Stop recomputing once the last needed tensor is there."""
+    memory_budget: float = 0.5
+    """memory_budget: share of the activations kept (0 = full recompute, 1 = none)."""
+    visualize_memory_budget_pareto: bool = False
+    """memory_budget: write the compiler's cost curve."""
+    preserve_rng_state: bool = True
+    """Recompute with the random numbers of the first forward."""
+    determinism_check: Literal["default", "none"] = "default"
+    """Compare shapes of recomputed tensors with the first ones."""
+    debug: bool = False
+    """Verbose errors when recomputation differs."""
+
+
+@dataclass
+class Compile(Section):
+    """torch.compile, block by block."""
+
+    enable: bool = False
+    """Compile."""
+    components: list[str] = field(default_factory=lambda: ["model", "loss"])
+    """What to compile: model (every block), loss."""
+    backend: str = "inductor"
+    """Backend of torch.compile."""
+
+
+@dataclass
+class Float8Linear(Section):
+    """Float8 products through torchao."""
+
+    enable_fsdp_float8_all_gather: bool = False
+    """Gather parameters in float8."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """One all-reduce for all scales."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """torchao recipe."""
+    filter_fqns: list[str] = field(default_factory=list)
+    """Linears not to convert."""
+    emulate: bool = False
+    """Emulate float8 in higher precision."""
+
+
+@dataclass
+class MXLinear(Section):
+    """Microscaled float8 products (Blackwell)."""
+
+    mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
+    """Kernel of the cast along dim 1."""
+    recipe_name: str = "mxfp8_cublas"
+    """torchao recipe."""
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
+    """Linears not to convert."""
+
+
+@dataclass
+class Float8GroupedMM(Section):
+    """Float8 grouped products of experts."""
+
+    fqns: list[str] | str = field(default_factory=list)
+    """Modules to convert."""
+
+
+@dataclass
+class MXGroupedMM(Section):
+    """Microscaled grouped products of experts."""
+
+    recipe_name: Literal["mxfp8"] = "mxfp8"
+    """torchao recipe."""
+    fqns: list[str] | str = field(default_factory=list)
+    """Modules to convert."""
+
+
+@dataclass
+class QuantizeLinear(Section):
+    """Low-precision linear layers."""
+
+    float8: Float8Linear = field(default_factory=Float8Linear)
+    """Float8."""
+    mx: MXLinear = field(default_factory=MXLinear)
+    """MXFP8."""
+
+
+@dataclass
+class QuantizeGroupedMM(Section):
+    """Low-precision experts."""
+
+    float8: Float8GroupedMM = field(default_factory=Float8GroupedMM)
+    """Float8."""
+    mx: MXGroupedMM = field(default_factory=MXGroupedMM)
+    """MXFP8."""
+
+
+@dataclass
+class Quantize(Section):
+    """Low-precision products; switched on through model.converters."""
+
+    linear: QuantizeLinear = field(default_factory=QuantizeLinear)
+    """Linear layers."""
+    grouped_mm: QuantizeGroupedMM = field(default_factory=QuantizeGroupedMM)
+    """Grouped products of experts."""
+
+
+@dataclass
+class Comm(Section):
+    """Process groups."""
+
+    init_timeout_seconds: int = 300
+    """Time limit for the ranks to find each other and for the first step."""
+    train_timeout_seconds: int = 100
+    """Time limit of every collective after the first step."""
+    trace_buf_size: int = 20000
+    """Entries of torch's flight recorder."""
+    save_traces_folder: str = "comm_traces"
+    """Folder inside the run folder for what it recorded."""
+    save_traces_file_prefix: str = "rank_"
+    """File name prefix of a rank's record."""
+    mode: Literal["default", "fake_backend", "local_tensor"] = "default"
+    """TorchTitan's modes without real communication; use `titan5d dryrun`. Only default."""
+
+
+@dataclass
+class MemoryEstimation(Section):
+    """TorchTitan's estimator. Refused: `titan5d plan` and `titan5d dryrun` do this."""
+
+    enable: bool = False
+    """Only false."""
+    disable_fake_mode: bool = False
+    """Only false."""
+
+
+@dataclass
+class FaultTolerance(Section):
+    """torchft. Refused: restarts with resharding checkpoints do this."""
+
+    enable: bool = False
+    """Only false."""
+    process_group: str = "gloo"
+    """Belongs to enable."""
+    process_group_timeout_ms: int = 10000
+    """Belongs to enable."""
+    replica_id: int = 0
+    """Belongs to enable."""
+    group_size: int = 0
+    """Belongs to enable."""
+    min_replica_size: int = 1
+    """Belongs to enable."""
+    semi_sync_method: str | None = None
+    """Belongs to enable."""
+
+
+@dataclass
+class Experimental(Section):
+    """TorchTitan's import hooks. Refused: nothing is loaded by name here."""
+
+    custom_import: str = ""
+    """Only empty."""
+    custom_args_module: str = ""
+    """Only empty."""
+
+
+@dataclass
+class Debug(Section):
+    """Looking closer, and making runs repeatable."""
+
+    seed: int | None = None
+    """TorchTitan's place of the seed; wins over training.seed when set."""
+    deterministic: bool = False
+    """Only deterministic kernels: the same layout gives the same bits."""
+    deterministic_warn_only: bool = False
+    """Warn instead of stopping where a kernel has no deterministic form."""
+    moe_force_load_balance: bool = False
+    """Route tokens evenly whatever the router says, for benchmarks."""
+    log_samples: bool = False
+    """Write the sample ids each rank consumed to samples-rank*.jsonl."""

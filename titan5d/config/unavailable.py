@@ -1,0 +1,82 @@
+"""Keys of the field that this version does not carry out: each is refused by name with a sentence why.
+
+A key that is in the schema either works or stands here.
+"""
+
+from __future__ import annotations
+
+from titan5d.config.schema import Config
+
+
+def unavailable(config: Config) -> list[str]:
+    """One sentence for every key that asks for something that is not there."""
+    par, checkpoint, training = config.parallelism, config.checkpoint, config.training
+    asked: list[tuple[bool, str]] = [
+        (
+            config.fault_tolerance.enable,
+            "fault_tolerance.enable: torchft is not used; restarts continue from checkpoints",
+        ),
+        (
+            bool(config.fault_tolerance.semi_sync_method),
+            "fault_tolerance.semi_sync_method: it would change what is learned, depending on the layout",
+        ),
+        (
+            config.memory_estimation.enable or config.memory_estimation.disable_fake_mode,
+            "memory_estimation.*: this section is TorchTitan's estimator; leave it out",
+        ),
+        (
+            bool(config.experimental.custom_import or config.experimental.custom_args_module),
+            "experimental.custom_import, custom_args_module: no code is loaded by name",
+        ),
+        (bool(config.job.custom_config_module), "job.custom_config_module: no code is loaded by name"),
+        (config.comm.mode != "default", f"comm.mode = {config.comm.mode!r}: only 'default' trains"),
+        (
+            config.metrics.save_for_all_ranks,
+            "metrics.save_for_all_ranks: one rank writes, with the global values",
+        ),
+        (
+            config.optimizer.early_step_in_backward,
+            "optimizer.early_step_in_backward: an update inside backward cannot be clipped by the global norm",
+        ),
+        (
+            training.dataloader.num_workers != 0 or config.validation.dataloader.num_workers != 0,
+            "training.dataloader.num_workers, validation.dataloader.num_workers: one thread reads ahead; only 0",
+        ),
+        (
+            training.dataloader.persistent_workers or config.validation.dataloader.persistent_workers,
+            "dataloader.persistent_workers: belongs to num_workers; only false",
+        ),
+        (par.tensor_parallel_degree > 1, _cut("tensor_parallel_degree", par.tensor_parallel_degree)),
+        (par.context_parallel_degree > 1, _cut("context_parallel_degree", par.context_parallel_degree)),
+        (par.pipeline_parallel_degree > 1, _cut("pipeline_parallel_degree", par.pipeline_parallel_degree)),
+        (par.expert_parallel_degree > 1, _cut("expert_parallel_degree", par.expert_parallel_degree)),
+        (
+            par.expert_tensor_parallel_degree > 1,
+            _cut("expert_tensor_parallel_degree", par.expert_tensor_parallel_degree),
+        ),
+        (
+            par.enable_async_tensor_parallel,
+            "parallelism.enable_async_tensor_parallel: needs tensor parallelism",
+        ),
+        (
+            bool(config.model.converters),
+            f"model.converters = {config.model.converters}: low-precision products are not in this version",
+        ),
+        (
+            config.profiling.enable_profiling or config.profiling.enable_memory_snapshot,
+            "profiling.enable_profiling, enable_memory_snapshot: traces are not in this version",
+        ),
+        (
+            checkpoint.enable or checkpoint.create_seed_checkpoint or bool(checkpoint.initial_load_path),
+            "checkpoint.enable, create_seed_checkpoint, initial_load_path: checkpoints are not in this version",
+        ),
+        (
+            config.debug.moe_force_load_balance,
+            "debug.moe_force_load_balance: there are no expert models in this version",
+        ),
+    ]
+    return [sentence for wanted, sentence in asked if wanted]
+
+
+def _cut(key: str, degree: int) -> str:
+    return f"parallelism.{key} = {degree}: this cut is not in this version; only 1"

@@ -1,0 +1,1 @@
+"""Starting ranks, joining them into process groups, and ending them."""

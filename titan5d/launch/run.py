@@ -1,0 +1,147 @@
+"""`titan5d train`: from a command line to a run on this rank, and to its exit status.
+
+Everything that can be refused is refused before the process group exists, by each rank alone and by the same rules,
+so that no rank waits for one that has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titan5d.config.check import Layout, check
+from titan5d.config.load import ConfigError, load_config, to_toml
+from titan5d.config.schema import Config
+from titan5d.data.dataset import Dataset
+from titan5d.data.errors import DataError
+from titan5d.data.open import Split, check_dataset_against_model, open_dataset
+from titan5d.data.tokenizer import check_against_model, load_tokenizer
+from titan5d.launch import exit_status
+from titan5d.models.args import ModelArgs
+from titan5d.models.families import model_args
+from titan5d.plan.fits import memory_problems
+from titan5d.train.trainer import Trainer
+
+log = logging.getLogger("titan5d")
+
+
+def train(argv: Sequence[str]) -> int:
+    """Runs `titan5d train ARGS` on this rank and returns its exit status (0 done, 2 refused, 1 anything else)."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    _log_on_rank_0(rank)
+    try:
+        config, args, layout, notes = prepare(argv, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        for note in notes:
+            log.info("note: %s", note)
+        dataset, held_out = open_data(config, args)
+    except (ConfigError, DataError) as error:
+        if rank == 0:
+            text = str(error) if isinstance(error, ConfigError) else f"refused: {error}"
+            print(text, file=sys.stderr, flush=True)
+        return exit_status.record(exit_status.REFUSED)
+    device = join(config, rank, world)
+    try:
+        if rank == 0:
+            save_config(config)
+        status = Trainer(config, args, layout, dataset, held_out, device).run()
+    except Exception:
+        log.exception("rank %d of %d on %s failed", rank, world, socket.gethostname())
+        exit_status.record(exit_status.FAILED)
+        raise
+    leave()
+    return exit_status.record(status)
+
+
+def prepare(
+    argv: Sequence[str], world_size: int, local_world_size: int
+) -> tuple[Config, ModelArgs, Layout, list[str]]:
+    """Reads and checks a run's config for a world of ranks. Raises ConfigError with everything that cannot work."""
+    notes: list[str] = []
+    config = load_config(argv, notes)
+    args = model_args(config.model)
+    layout = check(config, args, world_size)
+    if problems := memory_problems(config, args, layout, device_type(config), local_world_size):
+        raise ConfigError(problems)
+    return config, args, layout, notes
+
+
+def open_data(config: Config, args: ModelArgs) -> tuple[Dataset, Dataset | None]:
+    """(training data, held-out data or None). What is not tokenized yet is, by one rank of each machine."""
+    training, validation = config.training, config.validation
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    check_against_model(tokenizer, args.vocab_size)
+    cache = Path(training.cache_folder).expanduser() if training.cache_folder else None
+
+    def opened(name: str, path: str | None, seq_len: int, split: Split) -> Dataset:
+        mask = training.document_mask
+        data = open_dataset(name, path, tokenizer, seq_len, cache, split, document_mask=mask, log=log.info)
+        check_dataset_against_model(data, args.vocab_size)
+        return data
+
+    held_out = None
+    if validation.enable:
+        held_out = opened(validation.dataset, validation.dataset_path, validation.seq_len, "validation")
+    return opened(training.dataset, training.dataset_path, training.seq_len, "train"), held_out
+
+
+def device_type(config: Config) -> str:
+    """cpu or cuda."""
+    if config.training.device != "auto":
+        return config.training.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def join(config: Config, rank: int, world: int) -> torch.device:
+    """Joins the process group and returns this rank's device."""
+    kind = device_type(config)
+    torch.use_deterministic_algorithms(
+        config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
+    )
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+    # One rank without a launcher meets itself in memory
+    store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+        store=store,
+    )
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def leave() -> None:
+    """All ranks leave together: a rank that is still sending must not find its peer gone."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def save_config(config: Config) -> None:
+    """Writes the resolved config into the run folder."""
+    folder = Path(config.job.dump_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.job.save_config_file:
+        (folder / config.job.save_config_file).write_text(to_toml(config), encoding="utf-8")
+    if config.job.print_config:
+        log.info("config:\n%s", to_toml(config))
+
+
+def _log_on_rank_0(rank: int) -> None:
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.ERROR,
+        format="[titan5d] %(message)s" if rank == 0 else f"[titan5d rank {rank}] %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )

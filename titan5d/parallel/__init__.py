@@ -1,0 +1,1 @@
+"""The five cuts, one file each, applied to single-device model code from outside."""

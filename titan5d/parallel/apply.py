@@ -1,0 +1,57 @@
+"""The order in which cuts are applied to a single-device model. Only this file knows it.
+
+    pipeline split -> tensor -> expert -> context -> recompute -> compile -> data
+
+Recompute before compile, so that the compiler sees what is kept; data last, since its hooks must stay outside of
+every graph. The model is cut on the meta device, then given memory, then filled: no rank ever holds the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from titan5d.config.schema_execution import ActivationCheckpoint, Compile
+from titan5d.models.decoder import Decoder, ModelArgs
+from titan5d.parallel.compile import apply_compile
+from titan5d.parallel.data import DataParallel, apply_data_parallel
+from titan5d.parallel.initialize import initialize
+from titan5d.parallel.mesh import Meshes
+from titan5d.parallel.recompute import apply_recompute
+
+
+def build_parallel_model(
+    args: ModelArgs,
+    meshes: Meshes,
+    data: DataParallel,
+    recompute: ActivationCheckpoint,
+    compile: Compile,
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device,
+) -> Decoder:
+    """This rank's part of the model, on `device`, filled with its part of the initial weights.
+
+    Args:
+        dtype: storage type of parameters, gradients and optimizer state.
+    """
+    with torch.device("meta"):
+        model = Decoder(args).to(dtype)
+    parallelize(model, meshes, data, recompute, compile)
+    model.to_empty(device="cpu" if data.cpu_offload else device)
+    initialize(model, seed)
+    model.init_buffers(device)
+    return model
+
+
+def parallelize(
+    model: Decoder, meshes: Meshes, data: DataParallel, recompute: ActivationCheckpoint, compile: Compile
+) -> None:
+    """Cuts `model` (on the meta device) in place for this rank."""
+    apply_recompute(model, recompute)
+    if compile.enable:
+        apply_compile(model, compile.components, compile.backend)
+    topology = meshes.topology
+    ranks = topology.dp * topology.cp
+    # One rank that computes in the type it stores has nothing to shard, gather or cast
+    if ranks > 1 or data.param_dtype != next(model.parameters()).dtype or data.cpu_offload:
+        apply_data_parallel(model, meshes.data_parallel(data.stage), data)

@@ -1,0 +1,99 @@
+"""One gradient norm over all meshes and stages, one clip factor on all ranks.
+
+What a gradient is, per parameter and mesh axis, is written in the DTensor's placements:
+
+    Shard(d)   this rank holds a slice       -> slices are summed over the axis
+    Replicate  every rank holds the whole    -> counted once
+    Partial    every rank holds a summand    -> summed into place before anything reads it
+
+Plain tensors are whole on this rank. Pipeline stages hold different parameters and are summed over the pp axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+
+def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Sums gradients that are still partial over a mesh axis, so that each has its parameter's placements."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and any(isinstance(placement, Partial) for placement in grad.placements):
+            parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def global_norm(
+    parameters: Iterable[nn.Parameter], p: float = 2.0, pipeline_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """The p-norm (p = 2, inf, ...) of all gradients of the model as one vector: an fp32 scalar, equal on all ranks.
+
+    Partial gradients must have been reduced. Parameters without a gradient count as zero.
+    """
+    # Sums over shards are additive, so every slice enters its groups' sums once: one all-reduce per kind of sharding.
+    by_groups: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}
+    device = torch.device("cpu")
+    for parameter in parameters:
+        device = parameter.device
+        grad = parameter.grad
+        if grad is None:
+            continue
+        axes, groups = _sharded_over(grad)
+        by_groups.setdefault(axes, (groups, []))[1].append(_local(grad))
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    operation = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
+    # Sorted by axis names, which are the same on all ranks: every rank must run its collectives in one order.
+    for key in sorted(by_groups):
+        groups, tensors = by_groups[key]
+        part = _power_sum(tensors, p, device)
+        for group in groups:
+            dist.all_reduce(part, operation, group=group)
+        total = torch.maximum(total, part) if math.isinf(p) else total + part
+    if pipeline_group is not None and pipeline_group.size() > 1:
+        dist.all_reduce(total, operation, group=pipeline_group)
+    return total if math.isinf(p) else total ** (1.0 / p)
+
+
+@torch.no_grad()
+def clip_by_norm(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scales all gradients by max_norm / norm when norm exceeds max_norm."""
+    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not grads or max_norm <= 0 or math.isinf(max_norm):
+        return
+    factor = torch.clamp(max_norm / norm, max=1.0)
+    for dtype in {grad.dtype for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
+
+
+def _sharded_over(grad: torch.Tensor) -> tuple[tuple[str, ...], list[dist.ProcessGroup]]:
+    """Names and groups of the mesh axes over which the gradient is cut in slices."""
+    if not isinstance(grad, DTensor):
+        return (), []
+    mesh = grad.device_mesh
+    names = mesh.mesh_dim_names or ()
+    axes = [
+        axis
+        for axis, placement in enumerate(grad.placements)
+        # _StridedShard (FSDP over TP) is a shard too, though not a subclass in every version
+        if mesh.size(axis) > 1 and (isinstance(placement, Shard) or hasattr(placement, "split_factor"))
+    ]
+    return tuple(names[axis] for axis in axes), [mesh.get_group(axis) for axis in axes]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _power_sum(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """sum |x|^p over all elements (max |x| for p = inf), in fp32."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors, p, dtype=torch.float32)])
+    return norms.max() if math.isinf(p) else (norms**p).sum()

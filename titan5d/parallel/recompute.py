@@ -1,0 +1,93 @@
+"""Recompute (activation checkpointing): what forward keeps for backward, and what it computes again.
+
+    none       keeps everything a block's backward reads
+    full       keeps the block's input only; backward runs its forward again
+    selective  `op`: keeps the outputs of matrix products (dear to compute), recomputes attention, norms, SwiGLU,
+               rotary embedding (cheap per byte); a number n: recomputes every n-th block whole, keeps the others
+    memory_budget  compiled blocks: the compiler keeps the given share of the bytes, choosing by cost
+
+The block keeps its name and its place; only its `forward` is replaced, so parameter names never change.
+Whatever is recomputed runs with the random numbers of the first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titan5d.config.schema_execution import ActivationCheckpoint
+from titan5d.models.decoder import Decoder
+
+aten = torch.ops.aten
+MATRIX_PRODUCTS = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.linear.default,
+    aten.bmm.default,
+    aten._scaled_mm.default,
+)
+"""What selective recompute keeps by default."""
+
+
+def apply_recompute(model: Decoder, config: ActivationCheckpoint) -> None:
+    """Replaces the forward of every block (in place) as `config.mode` says."""
+    if config.mode == "none":
+        return
+    if config.mode == "memory_budget":
+        # read by the compiler when it partitions a block's graph; check.py asks for compile.enable
+        torch._functorch.config.activation_memory_budget = config.memory_budget
+        torch._functorch.config.visualize_memory_budget_pareto = config.visualize_memory_budget_pareto
+        return
+    every, context_fn = 1, None
+    if config.mode == "selective":
+        if config.selective_ac_option == "op":
+            context_fn = None  # made per block below
+        else:
+            every = int(config.selective_ac_option)
+    for index, block in enumerate(model.layers.values()):
+        if index % every:
+            continue
+        if config.mode == "selective" and config.selective_ac_option == "op":
+            skip = _weight_shapes(block, config.per_op_sac_force_recompute_mm_shapes_by_fqns)
+            context_fn = partial(create_selective_checkpoint_contexts, partial(_keep_products, skip=skip))
+        block.forward = _checkpointed(block.forward, config, context_fn)
+
+
+def _checkpointed(
+    forward: Callable[..., Any], config: ActivationCheckpoint, context_fn: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    options: dict[str, Any] = {
+        "use_reentrant": False,
+        "preserve_rng_state": config.preserve_rng_state,
+        "determinism_check": config.determinism_check,
+        "early_stop": config.early_stop,
+        "debug": config.debug,
+    }
+    if context_fn is not None:
+        options["context_fn"] = context_fn
+    return lambda *args, **kwargs: checkpoint(forward, *args, **options, **kwargs)
+
+
+def _keep_products(
+    context: Any, op: Any, *args: Any, skip: frozenset[tuple[int, ...]], **kwargs: Any
+) -> CheckpointPolicy:
+    if op not in MATRIX_PRODUCTS:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    if any(isinstance(arg, torch.Tensor) and tuple(arg.shape) in skip for arg in args):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _weight_shapes(block: nn.Module, names: list[str]) -> frozenset[tuple[int, ...]]:
+    """Shapes (and transposed shapes) of the weights of the named modules: their products are recomputed."""
+    shapes: set[tuple[int, ...]] = set()
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear) and any(name.endswith(wanted) for wanted in names):
+            shape = tuple(module.weight.shape)
+            shapes |= {shape, shape[::-1]}
+    return frozenset(shapes)

@@ -1,0 +1,1 @@
+"""What a run will need, predicted without running it."""

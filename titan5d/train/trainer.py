@@ -1,0 +1,169 @@
+"""The run: builds everything once, then counts steps."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from datetime import timedelta
+from itertools import chain
+
+import torch
+
+from titan5d.config.check import Layout
+from titan5d.config.schema import Config
+from titan5d.data.dataset import Dataset
+from titan5d.data.loader import DataLoader
+from titan5d.data.validation import ValidationBatches
+from titan5d.models.args import ModelArgs
+from titan5d.parallel.apply import build_parallel_model
+from titan5d.parallel.data import DataParallel
+from titan5d.parallel.mesh import Meshes
+from titan5d.train.lr_schedule import LRSchedule
+from titan5d.train.optimizer import build_optimizer
+from titan5d.train.report import RunReport
+from titan5d.train.step import StepResult, train_step
+from titan5d.train.validate import validation_loss
+
+log = logging.getLogger("titan5d")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Trainer:
+    """One run on this rank. Building it is collective; `run` trains and returns the exit status."""
+
+    def __init__(
+        self,
+        config: Config,
+        args: ModelArgs,
+        layout: Layout,
+        dataset: Dataset,
+        held_out: Dataset | None,
+        device: torch.device,
+    ) -> None:
+        self.config, self.args, self.layout, self.device = config, args, layout, device
+        training = config.training
+        self.meshes = Meshes(
+            layout.topology, device.type, timedelta(seconds=config.comm.init_timeout_seconds)
+        )
+
+        self.held_out = None
+        if held_out is not None:
+            validation = config.validation
+            self.held_out = ValidationBatches(
+                held_out,
+                global_batch_size=validation.local_batch_size * layout.topology.dp,
+                local_batch_size=validation.local_batch_size,
+                dp_rank=self.meshes.dp_rank,
+                dp_size=layout.topology.dp,
+                steps=validation.steps,
+            )
+        self.loader = DataLoader(
+            dataset,
+            global_batch_size=layout.global_batch_size,
+            local_batch_size=training.local_batch_size,
+            dp_rank=self.meshes.dp_rank,
+            dp_size=layout.topology.dp,
+            seed=layout.seed,
+            shuffle=training.shuffle,
+            epochs=training.epochs,
+            prefetch=training.dataloader.prefetch_factor or 2,
+            pin_memory=training.dataloader.pin_memory,
+        )
+        self.model = build_parallel_model(
+            args,
+            self.meshes,
+            DataParallel(
+                stage=layout.zero_stage,
+                reshard_degree=config.parallelism.zero_reshard_degree,
+                param_dtype=DTYPES[training.mixed_precision_param],
+                reduce_dtype=DTYPES[training.mixed_precision_reduce],
+                cpu_offload=training.enable_cpu_offload,
+            ),
+            config.activation_checkpoint,
+            config.compile,
+            DTYPES[training.dtype],
+            layout.seed,
+            device,
+        )
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        self.lr = LRSchedule(self.optimizer, config.lr_scheduler, training.steps)
+        self.report = RunReport(config, args, layout, self.meshes, device)
+        self.step = 0
+        self.skipped_in_a_row = 0
+
+    def run(self) -> int:
+        """Trains until the last step. Returns the exit status: 0 when all that was asked for was done."""
+        training = self.config.training
+        if training.gc_freq:
+            gc.disable()  # collections at different times on different ranks stall all of them
+        self.report.start(self.model)
+        batches = iter(self.loader)
+        data_ended = False
+        try:
+            while self.step < training.steps:
+                with self.report.throughput.loading_data():
+                    micro_batches = next(batches, None)
+                if micro_batches is None:
+                    data_ended = True
+                    break
+                self.step += 1
+                self.lr.set_step(self.step)
+                result = train_step(
+                    self.model,
+                    self.optimizer,
+                    micro_batches,
+                    self.meshes,
+                    self.layout.zero_stage,
+                    training.max_norm,
+                    self.device,
+                )
+                if self.step == 1:
+                    self.meshes.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
+                self.report.after_step(self.step, result, self.lr.lr, micro_batches, self._validate_if_due())
+                if self._too_many_skipped(result):
+                    return 1
+                if training.gc_freq and self.step % training.gc_freq == 0:
+                    self._collect_garbage()
+        finally:
+            batches.close()
+            self.report.close()
+        if data_ended:
+            log.warning(
+                "the data ended at step %d of %d, after the %d epochs asked for (training.epochs)",
+                self.step,
+                training.steps,
+                training.epochs,
+            )
+        return 0
+
+    def _too_many_skipped(self, result: StepResult) -> bool:
+        """A step without a finite gradient is left out and counted; too many in a row end the run."""
+        if result.updated or result.counts.valid_targets == 0:
+            self.skipped_in_a_row = 0
+            return False
+        self.skipped_in_a_row += 1
+        limit = self.config.training.max_skipped_steps
+        log.warning("step %d: gradient norm %s, update left out", self.step, result.grad_norm)
+        if self.skipped_in_a_row <= limit:
+            return False
+        log.error(
+            "%d steps in a row had no finite gradient (training.max_skipped_steps = %d): stopping",
+            self.skipped_in_a_row,
+            limit,
+        )
+        return True
+
+    def _collect_garbage(self) -> None:
+        found = gc.collect(2 if self.config.training.gc_debug else 1)
+        if self.config.training.gc_debug:
+            log.info("garbage collection at step %d found %d objects", self.step, found)
+
+    def _validate_if_due(self) -> float | None:
+        """Loss on the held-out batches, the same ones every round; None at steps without a round."""
+        validation = self.config.validation
+        last = self.step == self.config.training.steps
+        if self.held_out is None or not (last or self.step % validation.freq == 0):
+            return None
+        with self.report.throughput.excluded():
+            return validation_loss(self.model, chain.from_iterable(self.held_out), self.meshes, self.device)
