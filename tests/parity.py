@@ -19,6 +19,7 @@ from titan5d.models.args import ModelArgs
 from titan5d.parallel.apply import build_parallel_model
 from titan5d.parallel.data import DataParallel
 from titan5d.parallel.mesh import Meshes
+from titan5d.parallel.tensor import TensorParallel
 from titan5d.topology import Topology
 from titan5d.train.step import train_step
 
@@ -50,6 +51,8 @@ class Case:
     compile: bool = False
     reshard_degree: int | None = None
     dtype: torch.dtype = torch.float32
+    tensor: TensorParallel | None = None
+    norm_scale: float = 1.0  # of all norm weights, before the first step
 
 
 @dataclass
@@ -101,8 +104,9 @@ def run_case(case: Case) -> Outcome:
     recompute = ActivationCheckpoint(mode=case.recompute, selective_ac_option=case.selective)  # type: ignore[arg-type]
     compile = Compile(enable=case.compile, backend="aot_eager")
     model = build_parallel_model(
-        case.args, meshes, data, recompute, compile, torch.float32, seed=5, device=device
+        case.args, meshes, data, recompute, compile, torch.float32, seed=5, device=device, tensor=case.tensor
     )
+    _scale_norms(model, case.norm_scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
     outcome = Outcome([], [], [], {}, {})
 
@@ -122,6 +126,13 @@ def run_case(case: Case) -> Outcome:
     return outcome
 
 
+@torch.no_grad()
+def _scale_norms(model: torch.nn.Module, scale: float) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.mul_(scale)
+
+
 def reference(case: Case) -> Outcome:
     """The same model and batches on one process, all rows at once; computed once for all layouts of a session."""
     alone = replace(
@@ -132,6 +143,7 @@ def reference(case: Case) -> Outcome:
         recompute="none",
         compile=False,
         reshard_degree=None,
+        tensor=None,
     )
     if alone not in _REFERENCES:
         _REFERENCES[alone] = run_ranks(run_case, 1, alone)[0]

@@ -1,6 +1,7 @@
 """Peaks of the process on a CPU against memory this test takes itself; CUDA's fields by name."""
 
 import mmap
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from titan5d.metrics.memory import GIB, MemoryMonitor, host_memory_limit
 
 MIB = 1024**2
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def touch(size):
@@ -18,6 +21,7 @@ def touch(size):
     return block
 
 
+@needs_proc
 def test_peak_sees_memory_that_is_gone_again():
     monitor = MemoryMonitor(torch.device("cpu"))
     before = monitor.snapshot()
@@ -31,6 +35,7 @@ def test_peak_sees_memory_that_is_gone_again():
     assert after.peak >= after.current
 
 
+@needs_proc
 def test_reset_starts_a_new_peak():
     monitor = MemoryMonitor(torch.device("cpu"))
     touch(256 * MIB).close()
@@ -51,6 +56,7 @@ def test_names_and_units():
     assert 0 < metrics["memory_peak_percent"] <= 100
 
 
+@needs_proc
 def test_limit_is_that_of_the_machine_or_less():
     with open("/proc/meminfo") as meminfo:
         machine = int(meminfo.readline().split()[1]) * 1024  # MemTotal: N kB

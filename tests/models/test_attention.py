@@ -36,7 +36,10 @@ def test_core_equals_explicit_softmax(kv_heads: int, documents: bool) -> None:
             for key in range(query + 1):
                 visible[row, query, key] = ids[row, query] == ids[row, key]
     mask = document_causal_mask(ids if documents else None)
-    assert mask is None if not documents else torch.equal(mask, visible.unsqueeze(1))
+    if documents:
+        assert mask is not None and torch.equal(mask, visible.unsqueeze(1))
+    else:
+        assert mask is None
     ours = SDPACore()(q, k, v, mask)
     assert ours.shape == q.shape
     torch.testing.assert_close(ours.double(), explicit(q, k, v, visible), rtol=1e-5, atol=1e-6)

@@ -26,13 +26,14 @@ def tokens(batch: int = 2, seq: int = 16, seed: int = 0) -> torch.Tensor:
 
 
 def gradients(model: Decoder) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
-        assert (ours[name] - expected).abs().max() <= tolerance * expected.abs().max(), name
+        assert (ours[name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
 def test_loss_and_gradients_equal_cross_entropy_of_the_logits() -> None:
@@ -150,7 +151,9 @@ def test_bf16_weights_make_bf16_activations_and_fp32_rotation_and_loss() -> None
     model, ids, labels = build().to(torch.bfloat16), tokens(), tokens(seed=1)
     assert model.rope.inverse_frequencies.dtype == torch.float32
     seen: list[torch.dtype] = []
-    model.layers["0"].register_forward_pre_hook(lambda module, args: seen.extend(arg.dtype for arg in args[:3]))
+    model.layers["0"].register_forward_pre_hook(
+        lambda block, inputs: seen.extend(x.dtype for x in inputs[:3])
+    )
     loss, rows = model(ids, labels=labels)
     loss.backward()
     assert seen == [torch.bfloat16, torch.float32, torch.float32]

@@ -23,9 +23,13 @@ VARIANTS = {
     "head_dim 16": replace(TINY, head_dim=16),
     "tied": replace(TINY, tie_embeddings=True),
     "biases": replace(TINY, attention_bias=True),
-    "llama3 rope": replace(TINY, rope_theta=500_000.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 32), max_seq_len=256),
+    "llama3 rope": replace(
+        TINY, rope_theta=5e5, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 32), max_seq_len=256
+    ),
     "yarn rope": replace(TINY, rope_scaling=YarnScaling(4.0, 16), max_seq_len=64),
 }
+
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,9 @@ def test_greedy_continuation_equals_transformers() -> None:
     args = VARIANTS["GQA 8/2"]
     hf_model = theirs(args)
     model, row = ours(args, hf_model), torch.arange(8)[None]
-    expected = hf_model.generate(row, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)
+    expected = hf_model.generate(
+        row, attention_mask=torch.ones_like(row), max_new_tokens=20, do_sample=False, eos_token_id=None
+    )
     with torch.no_grad():
         for _ in range(20):
             row = torch.cat((row, model(row)[:, -1:].argmax(-1)), dim=1)
@@ -133,9 +139,9 @@ def test_absent_fields_take_hugging_faces_defaults() -> None:
 
 
 def test_yarn_mscale_fields_are_read_as_transformers_reads_them() -> None:
-    rope = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
-    rope |= {"mscale": 0.7, "mscale_all_dim": 1.0}
-    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=8, rope_parameters=rope | {"rope_theta": 1e4})
+    rope = YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}
+    parameters = rope | {"rope_theta": 10_000.0}
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=8, rope_parameters=parameters)
     _, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config, device="cpu")
     scaling = from_hf_config(to_hf_config(TINY) | {"rope_scaling": rope}).rope_scaling
     assert scaling is not None and scaling.attention_factor == pytest.approx(factor, rel=1e-12)
@@ -148,11 +154,11 @@ def test_yarn_mscale_fields_are_read_as_transformers_reads_them() -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs original_max_position_embeddings, low_freq"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}},
-            "truncate = False",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "needs original_max_position_embeddings, low",
         ),
+        ({"rope_scaling": YARN | {"truncate": False}}, "truncate = False"),
         ({"num_key_value_heads": 3}, "n_kv_heads = 3 does not divide"),
     ],
 )
@@ -163,7 +169,7 @@ def test_foreign_configs_are_refused(change: dict[str, Any], words: str) -> None
 
 def test_missing_sizes_are_all_named() -> None:
     with pytest.raises(ValueError, match=r"hidden_size is missing\n.*num_hidden_layers is missing"):
-        from_hf_config({"model_type": "llama", "intermediate_size": 1, "num_attention_heads": 1, "vocab_size": 1})
+        from_hf_config({"intermediate_size": 128, "num_attention_heads": 8, "vocab_size": 256})
 
 
 def test_qk_norm_has_no_llama_config() -> None:

@@ -15,8 +15,8 @@ def by_complex_numbers(x: torch.Tensor, positions: torch.Tensor, theta: float) -
     """The pair (i, i + head_dim/2) as one complex number, times exp(i position frequency), in fp64."""
     half = x.shape[-1] // 2
     frequency = theta ** (-2 * torch.arange(half, dtype=torch.float64) / x.shape[-1])
-    turn = torch.polar(torch.ones((), dtype=torch.float64), positions.double()[..., None] * frequency).unsqueeze(2)
-    pair = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
+    angles = (positions.double()[..., None] * frequency).unsqueeze(2)
+    pair = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.exp(1j * angles)
     return torch.cat((pair.real, pair.imag), -1)
 
 

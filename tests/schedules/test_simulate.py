@@ -85,6 +85,15 @@ def test_a_deadlock_ends_and_names_who_waits_for_what() -> None:
     ]
 
 
+def test_a_weight_gradient_waits_for_its_input_gradient() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 can never start 0W0 .* which comes later in the same row"
+    ):
+        simulate(table("0F0 0W0 0I0", places=(0,), m=1), StageTimes((1,), (1,), (1,)))
+    with pytest.raises(ScheduleError, match=r"rank 1 can never start 1F0 .* which rank 0 never makes"):
+        simulate(table("", "1F0", places=(0, 1), m=1), StageTimes((1, 1), (1, 1), (1, 1)))
+
+
 def test_time_slots() -> None:
     grid = time_slots(catalog.build("1F1B", 2, 1, 3))
     assert [["." if slot is None else str(slot) for slot in row] for row in grid] == [

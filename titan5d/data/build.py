@@ -82,6 +82,9 @@ def build_shards(
         _finish(job, len(pieces), identity, skipped)
     except OSError as error:
         raise DataError(f"data build: writing to {out_dir} failed: {error}") from error
+    finally:
+        for leftover in out_dir.glob("shard-?????-*"):  # of a worker that was killed or ended
+            leftover.unlink(missing_ok=True)
     shards = TokenShards(out_dir)
     log(f"data: {summary(shards.meta)} in {progress.seconds():.1f} s")
     return shards
@@ -184,26 +187,28 @@ def _sync_folder(folder: Path) -> None:
 
 
 class _Progress:
-    """A line every few seconds: share done, speed, time left."""
+    """A line every few seconds: share done, speed, time left. Speed counts from the first batch on: starting
+    the workers takes a moment."""
 
     def __init__(self, total: int, log: Log) -> None:
         self._total, self._log = max(total, 1), log
-        self._done = 0
-        self._started = self._said = time.monotonic()
+        self._done = self._first_done = 0
+        self._started = self._said = self._first = time.monotonic()
 
     def seconds(self) -> float:
         return time.monotonic() - self._started
 
     def add(self, chars: int) -> None:
         """Counts characters as bytes: close enough for a time left."""
-        self._done += chars
         now = time.monotonic()
+        if self._done == 0:
+            self._first, self._said, self._first_done = now, now, chars
+        self._done += chars
         if now - self._said < PROGRESS_EVERY_S:
             return
         self._said = now
         share = min(self._done / self._total, 1.0)
-        speed = self._done / self.seconds()
-        left = (self._total - self._done) / speed if self._done < self._total else 0.0
-        self._log(
-            f"data: {share:.0%} of {self._total / 1e6:.1f} MB, {speed / 1e6:.1f} MB/s, {left:.0f} s left"
-        )
+        speed = (self._done - self._first_done) / (now - self._first)
+        left = max(self._total - self._done, 0) / max(speed, 1.0)
+        total_mb = self._total / 1e6
+        self._log(f"data: {share:.0%} of {total_mb:.1f} MB, {speed / 1e6:.1f} MB/s, {left:.0f} s left")

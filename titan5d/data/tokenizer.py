@@ -93,8 +93,9 @@ class JsonTokenizer(Tokenizer):
     Raises DataError when the file cannot be read or no EOS can be found.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, name: str | None = None) -> None:
         self._file = file
+        self.name = name or str(file)
         try:
             content = file.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
@@ -106,7 +107,6 @@ class JsonTokenizer(Tokenizer):
         self._words = WordMemory(self._tokenizer) if cuts_words_like_ours(self._tokenizer) else None
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         config = _read_config(file)
-        self.name = str(file)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         eos = _special_id("eos_token", config, vocab, COMMON_EOS, file)
         if eos is None:
@@ -122,15 +122,19 @@ class JsonTokenizer(Tokenizer):
         specials = f"bos {self.bos_id} eos {self.eos_id}".encode()
         self.fingerprint = hashlib.sha256(content + specials).hexdigest()[:16]
 
-    def __reduce__(self) -> tuple[type[JsonTokenizer], tuple[Path]]:
-        return JsonTokenizer, (self._file,)  # the library's own pickling forgets encode_special_tokens
+    def __reduce__(self) -> tuple[type[JsonTokenizer], tuple[Path, str]]:
+        return JsonTokenizer, (self._file, self.name)  # the library's own pickling forgets encode_special_tokens
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        if self._words is not None and all(text.isascii() for text in texts):
-            return [self._words.encode(text) for text in texts]
+        if self._words is None:
+            return self._encode_batch(texts)
+        by_library = iter(self._encode_batch([text for text in texts if not text.isascii()]))
+        return [self._words.encode(text) if text.isascii() else next(by_library) for text in texts]
+
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
         cuts = [cut_long_text(text) for text in texts]
         flat = [piece for cut in cuts for piece in cut]
         encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
@@ -145,7 +149,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     if path == "bytes":
         return ByteTokenizer()
     if path == "bpe4k":
-        return JsonTokenizer(BPE4K)
+        return JsonTokenizer(BPE4K, "bpe4k")
     given = Path(path).expanduser()
     file = given / "tokenizer.json" if given.is_dir() else given
     if not file.is_file():

@@ -22,8 +22,10 @@ from titan5d.config.load import ConfigError, load_config, to_toml
 from titan5d.config.schema import Config
 from titan5d.data.dataset import Dataset
 from titan5d.data.errors import DataError
+from titan5d.data.loader import DataLoader
 from titan5d.data.open import Split, check_dataset_against_model, open_dataset
 from titan5d.data.tokenizer import check_against_model, load_tokenizer
+from titan5d.data.validation import ValidationBatches
 from titan5d.launch import exit_status
 from titan5d.models.args import ModelArgs
 from titan5d.models.families import model_args
@@ -41,7 +43,7 @@ def train(argv: Sequence[str]) -> int:
         config, args, layout, notes = prepare(argv, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         for note in notes:
             log.info("note: %s", note)
-        dataset, held_out = open_data(config, args)
+        loader, held_out = open_data(config, args, layout, rank)
     except (ConfigError, DataError) as error:
         if rank == 0:
             text = str(error) if isinstance(error, ConfigError) else f"refused: {error}"
@@ -51,7 +53,7 @@ def train(argv: Sequence[str]) -> int:
     try:
         if rank == 0:
             save_config(config)
-        status = Trainer(config, args, layout, dataset, held_out, device).run()
+        status = Trainer(config, args, layout, loader, held_out, device).run()
     except Exception:
         log.exception("rank %d of %d on %s failed", rank, world, socket.gethostname())
         exit_status.record(exit_status.FAILED)
@@ -73,9 +75,15 @@ def prepare(
     return config, args, layout, notes
 
 
-def open_data(config: Config, args: ModelArgs) -> tuple[Dataset, Dataset | None]:
-    """(training data, held-out data or None). What is not tokenized yet is, by one rank of each machine."""
-    training, validation = config.training, config.validation
+def open_data(
+    config: Config, args: ModelArgs, layout: Layout, rank: int
+) -> tuple[DataLoader, ValidationBatches | None]:
+    """(training data, held-out data or None) of this rank.
+
+    Text that is not tokenized yet is, by one rank of each machine. Raises DataError when the data cannot be read, does
+    not fit the model, or does not fill a global batch.
+    """
+    training, validation, topology = config.training, config.validation, layout.topology
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     check_against_model(tokenizer, args.vocab_size)
     cache = Path(training.cache_folder).expanduser() if training.cache_folder else None
@@ -88,8 +96,27 @@ def open_data(config: Config, args: ModelArgs) -> tuple[Dataset, Dataset | None]
 
     held_out = None
     if validation.enable:
-        held_out = opened(validation.dataset, validation.dataset_path, validation.seq_len, "validation")
-    return opened(training.dataset, training.dataset_path, training.seq_len, "train"), held_out
+        held_out = ValidationBatches(
+            opened(validation.dataset, validation.dataset_path, validation.seq_len, "validation"),
+            global_batch_size=validation.local_batch_size * topology.dp,
+            local_batch_size=validation.local_batch_size,
+            dp_rank=topology.dp_rank(rank),
+            dp_size=topology.dp,
+            steps=validation.steps,
+        )
+    loader = DataLoader(
+        opened(training.dataset, training.dataset_path, training.seq_len, "train"),
+        global_batch_size=layout.global_batch_size,
+        local_batch_size=training.local_batch_size,
+        dp_rank=topology.dp_rank(rank),
+        dp_size=topology.dp,
+        seed=layout.seed,
+        shuffle=training.shuffle,
+        epochs=training.epochs,
+        prefetch=training.dataloader.prefetch_factor or 2,
+        pin_memory=training.dataloader.pin_memory,
+    )
+    return loader, held_out
 
 
 def device_type(config: Config) -> str:
@@ -105,6 +132,8 @@ def join(config: Config, rank: int, world: int) -> torch.device:
     torch.use_deterministic_algorithms(
         config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
     )
+    if dist.is_initialized():  # a caller that forked its ranks has joined them already
+        return torch.device(kind)
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     # One rank without a launcher meets itself in memory
     store = None if "MASTER_ADDR" in os.environ else dist.HashStore()

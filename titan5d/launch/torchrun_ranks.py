@@ -7,27 +7,22 @@
         rank 0 .. NGPU-1               python -m titan5d train ARGS
 
 Environment: NGPU (ranks on this node), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, DEVICE (cpu or cuda).
-A signal to this process is passed on, and the exit status is that of the ranks (see exit_status.py).
+A signal to this process is passed on (supervise.py), and its exit status is that of the ranks (exit_status.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan5d.launch import exit_status
 from titan5d.launch.devices import count_cores, count_gpus, torch_build
+from titan5d.launch.supervise import supervise
 
 if TYPE_CHECKING:
     from titan5d.config.schema import Parallelism
@@ -36,6 +31,9 @@ NEEDED = ("torch", "numpy", "pydantic", "tomli_w", "tokenizers", "safetensors", 
 OLDEST_TORCH = (2, 11)
 DEFAULT_PORT = 29500
 DEFAULT_CPU_RANKS = 2
+GIB = 2**30
+CPU_RANK_MEMORY = 0.25 * GIB
+"""What a rank on the CPU takes before it holds any model: torch itself."""
 
 
 class Refused(Exception):
@@ -52,6 +50,32 @@ class Nodes:
     port: int | None = None
     """None: torchrun takes a free one, so that runs side by side do not collide. One node only."""
 
+    def waiting(self) -> str | None:
+        """What to say while the other nodes have not come."""
+        if self.count == 1:
+            return None
+        return (
+            f"node {self.rank} of {self.count} is waiting at {self.address}:{self.port} for the others (started with"
+            f" the same NNODES, MASTER_ADDR and MASTER_PORT, and each its own NODE_RANK from 0 to {self.count - 1}?)"
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is started on this node.
+
+    Attributes:
+        arguments: of `titan5d train`.
+        ranks: how many.
+        device: cpu or cuda.
+        init_timeout: seconds for the ranks to find each other (comm.init_timeout_seconds).
+    """
+
+    arguments: list[str]
+    ranks: int
+    device: str
+    init_timeout: float
+
 
 def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
@@ -59,16 +83,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         check_python()
         nodes = read_nodes(os.environ)
-        arguments, ranks, device = prepare(argv, os.environ, nodes)
+        run = prepare(argv, os.environ, nodes)
     except Refused as refused:
         print(refused, file=sys.stderr)
         return exit_status.REFUSED
-    environ = rank_environment(os.environ, device, ranks)
+    environ = rank_environment(os.environ, run)
     node = f" of node {nodes.rank} of {nodes.count}" if nodes.count > 1 else ""
-    place = "GPUs" if device == "cuda" else f"CPU with OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}"
-    print(f"titan5d: ranks on the {place}{node}: {ranks} (NGPU=n starts n)", file=sys.stderr)
-    command = [*torchrun(nodes, ranks), "-m", "titan5d", "train", *arguments]
-    return supervise(command, environ, ranks)
+    place = "GPUs" if run.device == "cuda" else f"CPU with OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}"
+    print(f"titan5d: ranks on the {place}{node}: {run.ranks} (NGPU=n starts n)", file=sys.stderr)
+    command = [*torchrun(nodes, run.ranks), "-m", "titan5d", "train", *run.arguments]
+    return supervise(command, environ, run.ranks, nodes.waiting(), run.init_timeout)
 
 
 def check_python() -> None:
@@ -117,11 +141,12 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
     return Nodes(count, rank or 0, address, port or DEFAULT_PORT)
 
 
-def prepare(argv: Sequence[str], environ: Mapping[str, str], nodes: Nodes) -> tuple[list[str], int, str]:
-    """(arguments of `titan5d train`, ranks on this node, cpu or cuda). Raises Refused with everything that is wrong."""
+def prepare(argv: Sequence[str], environ: Mapping[str, str], nodes: Nodes) -> Run:
+    """Reads and checks the config for the ranks it will get. Raises Refused with everything that is wrong."""
     from titan5d.config.check import check
     from titan5d.config.load import ConfigError, load_config
     from titan5d.models.families import model_args
+    from titan5d.plan.fits import machine_memory, memory_problems
 
     problems: list[str] = []
     wanted = environ.get("DEVICE")
@@ -147,10 +172,15 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str], nodes: Nodes) -> tu
         ranks = asked or ranks_on_a_node(config.parallelism, device, gpus, nodes.count)
         if device == "cuda" and ranks > gpus:
             raise Refused(f"refused: NGPU={ranks} ranks, but there are {gpus} GPUs here; a GPU holds one rank")
-        check(config, model_args(config.model), ranks * nodes.count)
+        args = model_args(config.model)
+        layout = check(config, args, ranks * nodes.count)
+        if device == "cpu":  # with GPUs each rank asks its own
+            misfits = memory_problems(config, args, layout, device, ranks) + too_many(ranks, machine_memory())
+            if misfits:
+                raise ConfigError(misfits)
     except ConfigError as error:
         raise Refused(str(error)) from None
-    return arguments, ranks, device
+    return Run(arguments, ranks, device, config.comm.init_timeout_seconds)
 
 
 def ranks_on_a_node(parallelism: Parallelism, device: str, gpus: int, nodes: int) -> int:
@@ -174,6 +204,17 @@ def ranks_on_a_node(parallelism: Parallelism, device: str, gpus: int, nodes: int
     return here if shard >= 1 else max(here, DEFAULT_CPU_RANKS)
 
 
+def too_many(ranks: int, memory: float) -> list[str]:
+    """One sentence when so many ranks do not fit into `memory` bytes even without a model, else nothing."""
+    need = ranks * CPU_RANK_MEMORY
+    if need <= memory:
+        return []
+    return [
+        f"{ranks} CPU ranks take at least {need / GIB:.1f} GiB before they hold any model, this machine has"
+        f" {memory / GIB:.1f} GiB; set NGPU or smaller parallelism.*_degree, or spread them over machines (NNODES)"
+    ]
+
+
 def torchrun(nodes: Nodes, ranks: int) -> list[str]:
     """The torchrun command for this node's ranks, without the program they run."""
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
@@ -189,75 +230,12 @@ def torchrun(nodes: Nodes, ranks: int) -> list[str]:
     ]
 
 
-def rank_environment(environ: Mapping[str, str], device: str, ranks: int) -> dict[str, str]:
+def rank_environment(environ: Mapping[str, str], run: Run) -> dict[str, str]:
     """The environment of the ranks: an equal share of the cores, and on the CPU no threads that spin while waiting."""
-    defaults = {"OMP_NUM_THREADS": str(max(1, count_cores() // ranks))}
-    if device == "cpu":
+    defaults = {"OMP_NUM_THREADS": str(max(1, count_cores() // run.ranks))}
+    if run.device == "cpu":
         defaults |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
     return {**defaults, **environ}
-
-
-def supervise(command: Sequence[str], environ: Mapping[str, str], ranks: int) -> int:
-    """Runs the launcher, passes on the signals that ask to stop, and returns the exit status of the ranks.
-
-    The ranks get such a signal themselves, so that they can take the time they need to save; the launcher, which would
-    kill them after 30 seconds, hears of it only when Ctrl-C is pressed again, or when it has no ranks yet.
-    """
-    launcher: subprocess.Popen[bytes] | None = None
-    early: list[int] = []  # signals from before the launcher was there to take them
-    interrupts = 0
-
-    def pass_on(number: int, frame: object) -> None:
-        nonlocal interrupts
-        interrupts += number == signal.SIGINT
-        if launcher is None:
-            early.append(number)
-            return
-        if launcher.poll() is not None:
-            return
-        receivers = rank_processes(launcher.pid) if interrupts < 2 else []
-        for pid in receivers or [launcher.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, pass_on) for number in stops}
-    with tempfile.TemporaryDirectory(prefix="titan5d-status-") as folder:
-        try:
-            launcher = subprocess.Popen(
-                command,
-                env={**environ, exit_status.FOLDER: folder},
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
-            for number in early:
-                launcher.send_signal(number)
-            code = launcher.wait()
-        finally:
-            for stop in stops:
-                signal.signal(stop, before[stop])
-        return exit_status.combine(Path(folder), ranks, code)
-
-
-def rank_processes(launcher: int) -> list[int]:
-    """The ranks that the launcher with this process id has started; none where there is no /proc to read it from."""
-    pids: list[int] = []
-    for children in Path(f"/proc/{launcher}/task").glob("*/children"):
-        with suppress(OSError):  # it has ended meanwhile
-            pids += map(int, children.read_text().split())
-    found = []
-    for pid in pids:
-        with suppress(OSError):
-            if b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(pid)
-    return found
-
-
-def _end_with_parent() -> None:
-    """In the launcher, before it starts: if this process is killed outright, the launcher gets SIGTERM (Linux)."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None, problems: list[str]) -> int | None:

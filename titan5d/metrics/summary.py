@@ -15,7 +15,7 @@ from titan5d.metrics.console import format_duration, three_digits
 from titan5d.metrics.names import MetricValue
 
 MFU_CONVENTION = (
-    "MFU: forward and backward of the model, attention within documents and under the causal mask,"
+    "counted: forward and backward of the model, attention within documents and under the causal mask,"
     " no embedding gather, no recompute (HFU has it)"
 )
 

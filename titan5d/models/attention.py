@@ -5,11 +5,11 @@ The attention proper is `core`, a submodule without parameters: context parallel
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan5d.models.norm import RMSNorm
+from titan5d.models.products import Products
 from titan5d.models.rope import apply_rotary
 
 
@@ -58,7 +58,13 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, bias: bool = False, qk_norm_eps: float | None = None
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -69,14 +75,18 @@ class Attention(nn.Module):
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.core: nn.Module = SDPACore()
+        self.products = Products()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """x (B, S, dim); cos, sin (B or 1, S, 1, head_dim) fp32; mask is what `core` takes."""
-        batch, seq_len, _ = x.shape
-        q = self.wq(x).view(batch, seq_len, -1, self.head_dim)  # (B, S, Hq, head_dim)
-        k = self.wk(x).view(batch, seq_len, -1, self.head_dim)  # (B, S, Hkv, head_dim)
-        v = self.wv(x).view(batch, seq_len, -1, self.head_dim)  # (B, S, Hkv, head_dim)
+        q, k, v = self.products.column(x, (self.wq, self.wk, self.wv))
+        batch, seq_len, _ = q.shape
+        q = q.view(batch, seq_len, -1, self.head_dim)  # (B, S, Hq, head_dim)
+        k = k.view(batch, seq_len, -1, self.head_dim)  # (B, S, Hkv, head_dim)
+        v = v.view(batch, seq_len, -1, self.head_dim)  # (B, S, Hkv, head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out = self.core(apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v, mask)
-        return self.wo(out.reshape(batch, seq_len, -1))  # (B, S, Hq * head_dim) -> (B, S, dim)
+        return self.products.row(
+            out.reshape(batch, seq_len, -1), self.wo
+        )  # (B, S, Hq * head_dim) -> (B, S, dim)

@@ -14,6 +14,7 @@ forward pass, while the chunk's logits are there. How many chunks there are chan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ from torch.autograd.function import once_differentiable
 
 IGNORE = -100
 """Label of a position that has no target."""
+
+TokenLosses = Callable[[Tensor, Tensor, bool], Tensor]
+"""What `token_losses` does: (logits, labels, with_grad) -> losses."""
 
 
 @dataclass
@@ -47,8 +51,7 @@ class ChunkedCrossEntropy:
             differentiable. Without any target both are exactly 0, and so are the gradients.
         """
         chunks = self.chunks(labels.numel(), weight.shape[0])
-        loss_sum, row_sums = _LinearCrossEntropy.apply(hidden, weight, labels, chunks, torch.is_grad_enabled())
-        return loss_sum, row_sums
+        return linear_cross_entropy(hidden, weight, labels, chunks, token_losses)
 
     def chunks(self, tokens: int, vocab_size: int) -> int:
         """Into how many pieces of nearly equal size the logits of so many tokens are cut."""
@@ -58,28 +61,47 @@ class ChunkedCrossEntropy:
         return max(1, -(-tokens // rows))
 
 
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, losses_of: TokenLosses
+) -> tuple[Tensor, Tensor]:
+    """What `ChunkedCrossEntropy` computes, in so many chunks, `losses_of` being what happens to a chunk's logits.
+
+    A device that holds a slice of the vocabulary passes that slice of `weight` and a `losses_of` that completes the
+    softmax with its peers; the gradient of `hidden` is then this slice's summand.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, labels, chunks, losses_of, torch.is_grad_enabled())
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, with_grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunks: int,
+        losses_of: TokenLosses,
+        with_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # (B, S, D) -> (T, D)
         flat_labels = labels.reshape(-1)  # (B, S) -> (T,)
         needs_hidden, needs_weight = (need and with_grad for need in ctx.needs_input_grad[:2])
         losses = torch.empty(flat_labels.shape, dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(flat_hidden) if needs_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and chunks > 1 else None
 
         pieces = [tensor.tensor_split(chunks) for tensor in (flat_hidden, flat_labels, losses)]
         grad_pieces = grad_hidden.tensor_split(chunks) if grad_hidden is not None else [None] * chunks
         for hidden_piece, label_piece, loss_piece, grad_piece in zip(*pieces, grad_pieces, strict=True):
-            logits = hidden_piece @ weight.t()  # (rows, V)
-            d_logits = _loss_and_d_logits(logits, label_piece, loss_piece, needs_hidden or needs_weight)
+            logits = (hidden_piece @ weight.t()).float()  # (rows, V)
+            loss_piece.copy_(losses_of(logits, label_piece, needs_hidden or needs_weight))
+            d_logits = logits.to(weight.dtype)
             if grad_piece is not None:
                 torch.mm(d_logits, weight, out=grad_piece)
             if grad_weight is not None:
-                # fp32 operands, so that a sum over chunks is not rounded to bf16 once a chunk
-                grad_weight.addmm_(d_logits.float().t(), hidden_piece.float())
+                _add_product(grad_weight, logits, d_logits, hidden_piece)
+            elif needs_weight:
+                grad_weight = d_logits.t() @ hidden_piece
 
         if needs_hidden or needs_weight:
             ctx.save_for_backward(
@@ -92,26 +114,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, factor: Tensor, _row_sums: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, factor: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         # Not in place: schedules that split backward run this once for the input and once for the weight.
         grad_hidden, grad_weight = (_scaled(grad, factor) for grad in ctx.saved_tensors)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
-def _loss_and_d_logits(logits: Tensor, labels: Tensor, losses: Tensor, with_grad: bool) -> Tensor:
-    """Writes the token losses (rows,) into `losses` and d loss / d logits over `logits` (rows, V); returns the latter."""
+def token_losses(logits: Tensor, labels: Tensor, with_grad: bool) -> Tensor:
+    """Token losses (rows,) of fp32 logits (rows, V), which are overwritten, `with_grad` by d loss / d logits."""
     valid = (labels != IGNORE).unsqueeze(-1)  # (rows, 1)
     target = torch.where(valid, labels.unsqueeze(-1), 0)  # (rows, 1)
-    wide = logits.float()
-    top = wide.amax(-1, keepdim=True)
-    at_target = wide.gather(-1, target)
-    total = wide.sub_(top).exp_().sum(-1, keepdim=True)
-    losses.copy_(torch.where(valid, total.log() + (top - at_target), 0.0).squeeze(-1))
-    if not with_grad:
-        return logits
-    # rows without a target become zeros, the others softmax - one_hot
-    wide.mul_(valid / total).scatter_add_(-1, target, -valid.to(wide.dtype))
-    return wide if wide is logits else logits.copy_(wide)
+    top = logits.amax(-1, keepdim=True)
+    at_target = logits.gather(-1, target)
+    total = logits.sub_(top).exp_().sum(-1, keepdim=True)
+    if with_grad:  # softmax - one_hot, and zeros in rows without a target
+        logits.mul_(valid / total).scatter_add_(-1, target, -valid.to(logits.dtype))
+    return torch.where(valid, total.log() + (top - at_target), 0.0).squeeze(-1)
+
+
+def _add_product(total: Tensor, wide: Tensor, narrow: Tensor, hidden: Tensor) -> None:
+    """Adds d_logits^T @ hidden to `total` (V, D) fp32, d_logits (rows, V) being given in fp32 and in hidden's type.
+
+    The product is never rounded to bf16: that would make the result depend on the number of chunks.
+    """
+    if hidden.device.type == "cuda" and hidden.dtype != torch.float32:
+        total.add_(torch.mm(narrow.t(), hidden, out_dtype=torch.float32))
+    else:
+        total.addmm_(wide.t(), hidden.float())
 
 
 def _scaled(grad: Tensor | None, factor: Tensor) -> Tensor | None:

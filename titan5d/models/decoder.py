@@ -6,11 +6,14 @@ Each block adds two corrections to the residual stream (pre-norm):
 
     h = x + attention(attention_norm(x))
     y = h + feed_forward(ffn_norm(h))
+
+where attention is that of attention.py or mla.py, and feed_forward one network (feed_forward.py) or many (moe.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,33 +21,54 @@ from torch import Tensor, nn
 from titan5d.models.args import ModelArgs
 from titan5d.models.attention import Attention, document_causal_mask
 from titan5d.models.feed_forward import FeedForward
+from titan5d.models.mla import LatentAttention
+from titan5d.models.moe import MoE
 from titan5d.models.norm import RMSNorm
 from titan5d.models.output import OutputHead
 from titan5d.models.rope import RotaryEmbedding
+from titan5d.models.rope_scaling import RopeScaling, YarnScaling
+from titan5d.models.router import Router
 
 __all__ = ["Block", "Decoder", "ModelArgs"]
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and around a residual: (B, S, D) -> (B, S, D)."""
+    """Attention and feed-forward, each behind a norm and around a residual: (B, S, D) -> (B, S, D).
 
-    def __init__(self, args: ModelArgs) -> None:
+    Args:
+        layer: its global number.
+    """
+
+    def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
-        self.attention = Attention(
-            args.dim,
-            args.n_heads,
-            args.n_kv_heads,
-            args.head_dim,
-            bias=args.attention_bias,
-            qk_norm_eps=args.norm_eps if args.qk_norm else None,
-        )
+        self.attention = LatentAttention(args) if args.kv_lora_rank else _attention(args)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
-        self.feed_forward = FeedForward(args.dim, args.ffn_dim)
+        self.feed_forward = MoE(args) if args.has_experts(layer) else FeedForward(args.dim, args.ffn_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, padding: Tensor | None = None
+    ) -> Tensor:
         h = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        if isinstance(self.feed_forward, MoE):
+            return h + self.feed_forward(self.ffn_norm(h), padding)
         return h + self.feed_forward(self.ffn_norm(h))
+
+
+def _attention(args: ModelArgs) -> Attention:
+    return Attention(
+        args.dim,
+        args.n_heads,
+        args.n_kv_heads,
+        args.head_dim,
+        bias=args.attention_bias,
+        qk_norm_eps=args.norm_eps if args.qk_norm else None,
+    )
+
+
+def padding_of(document_ids: Tensor | None) -> Tensor | None:
+    """(B, S) integers -> (B, S) bool, True in document -1: places without a token, filled up to a row's length."""
+    return None if document_ids is None else document_ids < 0
 
 
 class Decoder(nn.Module):
@@ -57,6 +81,7 @@ class Decoder(nn.Module):
         args: the sizes.
         layers: blocks by their global number, "0", "1", ...
         prepare_mask: document ids -> what every `attention.core` gets as its mask; called once per forward.
+        prepare_padding: document ids -> (B, S) bool for the tokens on this device, or None; what experts leave out.
 
     Raises ValueError listing every problem of `args`.
     """
@@ -67,11 +92,12 @@ class Decoder(nn.Module):
             raise ValueError("\n".join(problems))
         self.args = args
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleDict({str(n): Block(args) for n in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(n): Block(args, n) for n in range(args.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(args.dim, args.norm_eps)
         self.output: OutputHead | None = OutputHead(args.dim, args.vocab_size)
-        self.rope = RotaryEmbedding(args.head_dim, args.rope_theta, args.rope_scaling)
+        self.rope = RotaryEmbedding(args.rope_dim, args.rope_theta, _rotary_scaling(args))
         self.prepare_mask: Callable[[Tensor | None], Tensor | None] = document_causal_mask
+        self.prepare_padding: Callable[[Tensor | None], Tensor | None] = padding_of
         self._tie()
 
     def _tie(self) -> None:
@@ -84,8 +110,17 @@ class Decoder(nn.Module):
         return self
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Computes everything that is not saved anew on `device`: the rotary frequencies, fp32."""
+        """Computes everything that is no parameter anew on `device`: the rotary frequencies, fp32, and the state of a
+        router before any training. What a checkpoint holds is loaded after it."""
         self.rope.init_buffers(device)
+        for router in self.routers().values():
+            router.init_buffers(device)
+
+    def routers(self) -> dict[str, Router]:
+        """The routers of the layers here that have experts, by the global number of their layer."""
+        return {
+            name: block.feed_forward.router for name, block in self.layers.items() if isinstance(block.feed_forward, MoE)
+        }
 
     def forward(
         self,
@@ -99,7 +134,8 @@ class Decoder(nn.Module):
             tokens: (B, S) int64; on a model without embedding the hidden states (B, S, D) of the stage before.
             positions: (B, S) int64 of each token in its document; None = 0..S-1 in every row. Needed when this device
                 holds a part of each row.
-            document_ids: (B, S) integers, equal within a document; None = each row is one document.
+            document_ids: (B, S) integers, equal within a document, -1 where a row is filled up; None = each row is one
+                document.
             labels: (B, S) int64, the target of each token, -100 where there is none.
 
         Returns:
@@ -108,9 +144,21 @@ class Decoder(nn.Module):
         """
         cos, sin = self.rope(positions, tokens.shape[1])
         mask = self.prepare_mask(document_ids)
+        routers = self.routers()
+        padding = self.prepare_padding(document_ids) if routers else None
+        counting = self.training and torch.is_grad_enabled()
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (B, S, D)
-        for block in self.layers.values():
-            h = block(h, cos, sin, mask)
+        for name, block in self.layers.items():
+            h = block(h, cos, sin, mask, padding)
+            if counting and name in routers:
+                routers[name].add_micro_batch()  # here, since a block may be run again in backward
         if self.norm is not None:
             h = self.norm(h)
         return h if self.output is None else self.output(h, labels)
+
+
+def _rotary_scaling(args: ModelArgs) -> RopeScaling | None:
+    """Latent attention rotates a part of each head, so YaRN's factor is not for the rotation but for the scores."""
+    if args.kv_lora_rank and isinstance(args.rope_scaling, YarnScaling):
+        return replace(args.rope_scaling, attention_factor=1.0)
+    return args.rope_scaling

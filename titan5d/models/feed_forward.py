@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from titan5d.models.products import Products
+
 
 class FeedForward(nn.Module):
     """(..., dim) -> (..., dim) through two hidden vectors of width ffn_dim.
@@ -21,9 +23,11 @@ class FeedForward(nn.Module):
         self.w1 = nn.Linear(dim, ffn_dim, bias=False)
         self.w2 = nn.Linear(ffn_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+        self.products = Products()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(swiglu(self.w1(x), self.w3(x)))
+        gate, up = self.products.column(x, (self.w1, self.w3))
+        return self.products.row(swiglu(gate, up), self.w2)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -51,7 +52,9 @@ class InitSpec:
 
     def __post_init__(self) -> None:
         if not -5 <= self.a < self.b <= 5:
-            raise ValueError(f"InitSpec: a = {self.a} and b = {self.b} are cuts in units of std: -5 <= a < b <= 5")
+            raise ValueError(
+                f"InitSpec: a = {self.a}, b = {self.b}, but in units of std -5 <= a < b <= 5 holds"
+            )
         if self.std < 0:
             raise ValueError(f"InitSpec: std = {self.std} is negative")
 
@@ -59,41 +62,61 @@ class InitSpec:
 def init_specs(args: ModelArgs) -> dict[str, InitSpec]:
     """How each parameter of `Decoder(args)` starts, by name.
 
-    Projections: normal(0.02) cut at 3 std; those that write into the residual stream (wo, w2) 0.02 / sqrt(2 (l + 1)) in
+    Projections and routers: normal(0.02) cut at 3 std; those that write into the residual stream (wo, w2) 0.02 / sqrt(2 (l + 1)) in
     layer l, so that the stream's variance does not grow with depth (GPT-2's rule, by layer). Embedding: std 1; tied: as
     the head. Head: dim ** -0.5, so that logits start at about unit scale. Norms 1, biases 0.
     """
-    linear, ones, zeros = InitSpec("trunc_normal", 0.02), InitSpec("ones"), InitSpec("zeros")
+    ones = InitSpec("ones")
     head_std = args.dim**-0.5
-    specs = {"tok_embeddings.weight": InitSpec("normal", head_std if args.tie_embeddings else 1.0), "norm.weight": ones}
+    specs = {"norm.weight": ones}
     if args.tie_embeddings:
+        specs["tok_embeddings.weight"] = InitSpec("normal", head_std)
         specs["output.weight"] = InitSpec("normal", head_std, drawn_as="tok_embeddings.weight")
     else:
+        specs["tok_embeddings.weight"] = InitSpec("normal", 1.0)
         specs["output.weight"] = InitSpec("trunc_normal", head_std)
     for n in range(args.n_layers):
         into_stream = InitSpec("trunc_normal", 0.02 / math.sqrt(2 * (n + 1)))
-        block = {
-            "attention_norm.weight": ones,
-            "attention.wq.weight": linear,
-            "attention.wk.weight": linear,
-            "attention.wv.weight": linear,
-            "attention.wo.weight": into_stream,
-            "ffn_norm.weight": ones,
-            "feed_forward.w1.weight": linear,
-            "feed_forward.w2.weight": into_stream,
-            "feed_forward.w3.weight": linear,
-        }
-        if args.attention_bias:
-            block |= {f"attention.{name}.bias": zeros for name in ("wq", "wk", "wv", "wo")}
-        if args.qk_norm:
-            block |= {"attention.q_norm.weight": ones, "attention.k_norm.weight": ones}
+        block = {"attention_norm.weight": ones, "ffn_norm.weight": ones}
+        block |= {f"attention.{name}": spec for name, spec in _attention_specs(args, into_stream).items()}
+        feed_forward = _expert_specs(args, into_stream) if args.has_experts(n) else _swiglu_specs(into_stream)
+        block |= {f"feed_forward.{name}": spec for name, spec in feed_forward.items()}
         specs |= {f"layers.{n}.{name}": spec for name, spec in block.items()}
+    return specs
+
+
+def _attention_specs(args: ModelArgs, into_stream: InitSpec) -> dict[str, InitSpec]:
+    norms: tuple[str, ...] = ("q_norm", "k_norm") if args.qk_norm else ()
+    inward: tuple[str, ...] = ("wq", "wk", "wv")
+    biased: tuple[str, ...] = (*inward, "wo")
+    if args.kv_lora_rank:
+        queries = ("wq_a", "wq_b") if args.q_lora_rank else ("wq",)
+        inward, norms = (*queries, "wkv_a", "wkv_b"), ("q_norm", "kv_norm") if args.q_lora_rank else ("kv_norm",)
+        biased = ("wq_a", "wkv_a", "wo") if args.q_lora_rank else ("wkv_a", "wo")
+    specs = {f"{name}.weight": InitSpec("trunc_normal", 0.02) for name in inward}
+    specs["wo.weight"] = into_stream
+    specs |= {f"{name}.weight": InitSpec("ones") for name in norms}
+    if args.attention_bias:
+        specs |= {f"{name}.bias": InitSpec("zeros") for name in biased}
+    return specs
+
+
+def _swiglu_specs(into_stream: InitSpec, suffix: str = ".weight") -> dict[str, InitSpec]:
+    linear = InitSpec("trunc_normal", 0.02)
+    return {f"w1{suffix}": linear, f"w2{suffix}": into_stream, f"w3{suffix}": linear}
+
+
+def _expert_specs(args: ModelArgs, into_stream: InitSpec) -> dict[str, InitSpec]:
+    specs = {"router.weight": InitSpec("trunc_normal", 0.02)}
+    specs |= {f"experts.{name}": spec for name, spec in _swiglu_specs(into_stream, suffix="").items()}
+    if args.n_shared_experts:
+        specs |= {f"shared_experts.{name}": spec for name, spec in _swiglu_specs(into_stream).items()}
     return specs
 
 
 @torch.no_grad()
 def init_weights_(model: Decoder, seed: int) -> None:
-    """Fills all parameters of a model on one device, in place, and its rotary frequencies."""
+    """Fills all parameters of a model on one device, in place."""
     specs = init_specs(model.args)
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
@@ -118,11 +141,13 @@ def fill_slice(
     """
     global_shape, offsets, local_shape = tuple(global_shape), tuple(offsets), tuple(local_shape)
     inside = len(global_shape) == len(offsets) == len(local_shape) and all(
-        0 <= offset and 0 <= size and offset + size <= whole
+        min(offset, size) >= 0 and offset + size <= whole
         for whole, offset, size in zip(global_shape, offsets, local_shape, strict=True)
     )
     if not inside:
-        raise ValueError(f"{name}: a block of {local_shape} at {offsets} is not inside a tensor of {global_shape}")
+        raise ValueError(
+            f"{name}: a block {local_shape} at {offsets} is not inside a tensor of {global_shape}"
+        )
     if spec.kind == "ones":
         return torch.ones(local_shape, device=device)
     if spec.kind == "zeros":
@@ -137,11 +162,15 @@ def fill_slice(
 
 def _keys(seed: int, name: str) -> tuple[int, int]:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:16], "little", signed=True)
+    first, second = struct.unpack_from("<qq", digest)
+    return first, second
 
 
 def _index_chunks(
-    global_shape: tuple[int, ...], offsets: tuple[int, ...], local_shape: tuple[int, ...], device: torch.device
+    global_shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    local_shape: tuple[int, ...],
+    device: torch.device,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """(start, stop, index): elements start..stop of the flattened block are elements `index` of the flattened whole.
 

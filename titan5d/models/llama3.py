@@ -34,7 +34,9 @@ def _published(
 
 
 FLAVORS: dict[str, ModelArgs] = {
-    "debug": ModelArgs(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=4096, max_seq_len=2048),
+    "debug": ModelArgs(
+        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=4096
+    ),  # 6,819,072
     "1B": _published(2048, 16, 32, 8192, LLAMA_3_2, tied=True),  # 1,235,814,400 parameters
     "3B": _published(3072, 28, 24, 8192, LLAMA_3_2, tied=True),  # 3,212,749,824
     "8B": _published(4096, 32, 32, 14336, LLAMA_3_1),  # 8,030,261,248
@@ -84,7 +86,7 @@ def to_hf_config(args: ModelArgs) -> dict[str, Any]:
     Raises ValueError for what Hugging Face's Llama cannot be (qk_norm).
     """
     if args.qk_norm:
-        raise ValueError("qk_norm = True has no place in a Hugging Face Llama config; export it as another family")
+        raise ValueError("qk_norm = True: Hugging Face's Llama has no norm on queries and keys")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -165,7 +167,9 @@ def _parse_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind not in ("llama3", "yarn"):
-        raise ValueError(f"config.json: rope_type = {kind!r}, but only 'default', 'llama3' and 'yarn' are built here")
+        raise ValueError(
+            f"config.json: rope_type = {kind!r}, but only default, llama3 and yarn are built here"
+        )
     names = ["factor", "original_max_position_embeddings"]
     if kind == "llama3":
         names += ["low_freq_factor", "high_freq_factor"]
@@ -173,7 +177,9 @@ def _parse_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
         raise ValueError(f"config.json: rope_type = {kind!r} needs {', '.join(missing)}")
     factor, original = float(rope["factor"]), int(rope["original_max_position_embeddings"])
     if kind == "llama3":
-        return Llama3Scaling(factor, float(rope["low_freq_factor"]), float(rope["high_freq_factor"]), original)
+        return Llama3Scaling(
+            factor, float(rope["low_freq_factor"]), float(rope["high_freq_factor"]), original
+        )
     if not rope.get("truncate", True):
         raise ValueError("config.json: rope_type = 'yarn' with truncate = False is not built here")
     return _parse_yarn(rope, factor, original)

@@ -28,9 +28,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cuda":
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., dim) / sqrt(mean(x^2) + eps) * weight (dim,), in the type of x."""
+    if x.device.type == "cuda":
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -37,12 +37,19 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
         super().__init__()
-        self._values = plain_frequencies(head_dim, theta) if scaling is None else scaling.frequencies(head_dim, theta)
-        self._attention_factor = 1.0 if scaling is None else scaling.attention_factor
-        self.register_buffer("inverse_frequencies", torch.tensor(self._values, dtype=torch.float32), persistent=False)
+        if scaling is None:
+            self._values, self._attention_factor = plain_frequencies(head_dim, theta), 1.0
+        else:
+            self._values, self._attention_factor = (
+                scaling.frequencies(head_dim, theta),
+                scaling.attention_factor,
+            )
+        self.register_buffer(
+            "inverse_frequencies", torch.tensor(self._values, dtype=torch.float32), persistent=False
+        )
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Computes the frequencies (head_dim / 2,) on `device`."""
+        """Computes the frequencies (head_dim / 2,) fp32 on `device`."""
         self.inverse_frequencies = torch.tensor(self._values, dtype=torch.float32, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:

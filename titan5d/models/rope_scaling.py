@@ -129,5 +129,7 @@ def _common_problems(factor: float, original_max_seq_len: int) -> list[str]:
     if factor < 1:
         found.append(f"model.rope_scaling: factor = {factor}, but contexts are stretched, so it is 1 or more")
     if original_max_seq_len < 1:
-        found.append(f"model.rope_scaling: original_max_seq_len = {original_max_seq_len}, but it counts tokens")
+        found.append(
+            f"model.rope_scaling: original_max_seq_len = {original_max_seq_len}, but it counts tokens"
+        )
     return found

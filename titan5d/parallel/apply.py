@@ -17,6 +17,7 @@ from titan5d.parallel.data import DataParallel, apply_data_parallel
 from titan5d.parallel.initialize import initialize
 from titan5d.parallel.mesh import Meshes
 from titan5d.parallel.recompute import apply_recompute
+from titan5d.parallel.tensor import TensorParallel, apply_tensor_parallel
 
 
 def build_parallel_model(
@@ -28,15 +29,17 @@ def build_parallel_model(
     dtype: torch.dtype,
     seed: int,
     device: torch.device,
+    tensor: TensorParallel | None = None,
 ) -> Decoder:
     """This rank's part of the model, on `device`, filled with its part of the initial weights.
 
     Args:
         dtype: storage type of parameters, gradients and optimizer state.
+        tensor: how the tensor axis is executed; None = with its defaults.
     """
     with torch.device("meta"):
         model = Decoder(args).to(dtype)
-    parallelize(model, meshes, data, recompute, compile)
+    parallelize(model, meshes, data, recompute, compile, tensor)
     model.to_empty(device="cpu" if data.cpu_offload else device)
     initialize(model, seed)
     model.init_buffers(device)
@@ -44,9 +47,16 @@ def build_parallel_model(
 
 
 def parallelize(
-    model: Decoder, meshes: Meshes, data: DataParallel, recompute: ActivationCheckpoint, compile: Compile
+    model: Decoder,
+    meshes: Meshes,
+    data: DataParallel,
+    recompute: ActivationCheckpoint,
+    compile: Compile,
+    tensor: TensorParallel | None = None,
 ) -> None:
     """Cuts `model` (on the meta device) in place for this rank."""
+    if meshes.topology.tp > 1:
+        apply_tensor_parallel(model, meshes.parameters["tp"], tensor or TensorParallel())
     apply_recompute(model, recompute)
     if compile.enable:
         apply_compile(model, compile.components, compile.backend)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titan5d.config.schema_execution import ActivationCheckpoint
 from titan5d.models.decoder import Decoder
+from titan5d.parallel.tensor_products import gather_products, product_sum
 
 aten = torch.ops.aten
 MATRIX_PRODUCTS = (
@@ -30,6 +31,8 @@ MATRIX_PRODUCTS = (
     aten.linear.default,
     aten.bmm.default,
     aten._scaled_mm.default,
+    gather_products._opoverload,
+    product_sum._opoverload,
 )
 """What selective recompute keeps by default."""
 

@@ -68,11 +68,9 @@ def peak_memory(
         for stage, kind, _ in schedule.actions(rank):
             if kind == "F":
                 held += activation[stage]
-                peak = max(peak, held)
             elif kind == "B":
                 held -= activation[stage]
             elif kind == "I":
-                peak = max(peak, held)
                 held += kept_for_weights[stage] - activation[stage]
             else:
                 held -= kept_for_weights[stage]

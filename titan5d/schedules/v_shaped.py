@@ -9,8 +9,8 @@ Each rank holds a stage of the way down and one of the way up, so the rank that 
 sees its loss first too, and the first backward waits for no other rank.
 
 p = ranks, m = micro-batches. F, I, W are times of one micro-batch in one stage, B = I + W. It takes 2p - 1
-(ZBV) or 2p (DualPipeV) micro-batches to fill the V; for fewer, the table is written for that many and the
-surplus is left out, which keeps every order right.
+(ZBV) or 2p (DualPipeV) micro-batches to fill the V. The phases that fill and drain it are written for that
+many; with fewer, the micro-batches that do not exist are left out, which keeps every order right.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def zbv_zero_bubble(p: int, m: int) -> Schedule:
     rows = []
     for rank in range(p):
         row = _RowWriter(down=rank, up=2 * p - 1 - rank)
-        n = max(m, 2 * p - 1)
+        n = max(m, 2 * p - 1)  # the pattern of a full V; `only_existing` leaves out what there is not
         # 1. Fill the V: forwards of the way down until the first micro-batch has come back up to this rank.
         for _ in range(2 * (p - rank) - 1):
             row.forward(row.down)
@@ -65,7 +65,7 @@ def zbv_zero_bubble(p: int, m: int) -> Schedule:
             row.weight_grad(row.up)
         while row.count[row.down, "W"] < n:
             row.weight_grad(row.down)
-        rows.append(row.without_surplus(m))
+        rows.append(row.only_existing(m))
     return Schedule("ZBVZeroBubble", m, v_placement(p), tuple(rows))
 
 
@@ -82,7 +82,6 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     rows = []
     for rank in range(p):
         row = _RowWriter(down=rank, up=2 * p - 1 - rank)
-        n = max(m, 2 * p)
         after = p - 1 - rank  # ranks between this one and the turn of the V
         # 1. Fill: forwards of the way down, two for each rank a micro-batch has to pass and come back by.
         for _ in range(2 * after):
@@ -97,7 +96,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
             row.oldest_weight_grad()
             row.forward(row.up)
         # 4. Steady: forward down with backward up, then forward up with backward down.
-        for step in range(n - 2 * p + rank + 1):
+        for step in range(m - 2 * p + rank + 1):
             if step == 0 and after == 0:
                 # At the turn the first backward is what all other ranks wait for: it goes alone, sooner.
                 row.forward(row.down)
@@ -124,7 +123,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
         # 8. The W that are left.
         while row.kept:
             row.oldest_weight_grad()
-        rows.append(row.without_surplus(m))
+        rows.append(row.only_existing(m))
     return Schedule("DualPipeV", m, v_placement(p), tuple(rows))
 
 
@@ -164,8 +163,8 @@ class _RowWriter:
     def overlap(self, forward_stage: int, backward_stage: int) -> None:
         self._row.append(Overlap(self._next(forward_stage, "F"), self._next_backward(backward_stage)))
 
-    def without_surplus(self, m: int) -> tuple[Slot, ...]:
-        """The row with the micro-batches from m on left out; half of an Overlap may remain."""
+    def only_existing(self, m: int) -> tuple[Slot, ...]:
+        """The row without micro-batches from m on. Half of an Overlap may remain."""
         row: list[Slot] = []
         for slot in self._row:
             here = [action for action in parts(slot) if action.microbatch < m]

@@ -53,9 +53,6 @@ class RunReport:
         self.args = args
         self.memory = MemoryMonitor(device)
         self.peak = self._peak()
-        self.throughput = Throughput(
-            layout.topology.world_size, training_flops(flop_shape(args)), self.peak, self._recompute()
-        )
         self.tokens_seen = 0
         self.skipped_steps = 0
         self.steps_done = step
@@ -65,6 +62,10 @@ class RunReport:
         if config.debug.log_samples:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.samples = (self.folder / f"samples-rank{dist.get_rank()}.jsonl").open("a", encoding="utf-8")
+        # last: its clock starts now, and opening the writers is no training
+        self.throughput = Throughput(
+            layout.topology.world_size, training_flops(flop_shape(args)), self.peak, self._recompute()
+        )
 
     def start(self, model: nn.Module) -> None:
         """Says what is about to run."""

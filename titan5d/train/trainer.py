@@ -11,7 +11,6 @@ import torch
 
 from titan5d.config.check import Layout
 from titan5d.config.schema import Config
-from titan5d.data.dataset import Dataset
 from titan5d.data.loader import DataLoader
 from titan5d.data.validation import ValidationBatches
 from titan5d.models.args import ModelArgs
@@ -37,8 +36,8 @@ class Trainer:
         config: Config,
         args: ModelArgs,
         layout: Layout,
-        dataset: Dataset,
-        held_out: Dataset | None,
+        loader: DataLoader,
+        held_out: ValidationBatches | None,
         device: torch.device,
     ) -> None:
         self.config, self.args, self.layout, self.device = config, args, layout, device
@@ -47,29 +46,7 @@ class Trainer:
             layout.topology, device.type, timedelta(seconds=config.comm.init_timeout_seconds)
         )
 
-        self.held_out = None
-        if held_out is not None:
-            validation = config.validation
-            self.held_out = ValidationBatches(
-                held_out,
-                global_batch_size=validation.local_batch_size * layout.topology.dp,
-                local_batch_size=validation.local_batch_size,
-                dp_rank=self.meshes.dp_rank,
-                dp_size=layout.topology.dp,
-                steps=validation.steps,
-            )
-        self.loader = DataLoader(
-            dataset,
-            global_batch_size=layout.global_batch_size,
-            local_batch_size=training.local_batch_size,
-            dp_rank=self.meshes.dp_rank,
-            dp_size=layout.topology.dp,
-            seed=layout.seed,
-            shuffle=training.shuffle,
-            epochs=training.epochs,
-            prefetch=training.dataloader.prefetch_factor or 2,
-            pin_memory=training.dataloader.pin_memory,
-        )
+        self.loader, self.held_out = loader, held_out
         self.model = build_parallel_model(
             args,
             self.meshes,

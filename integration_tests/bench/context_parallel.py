@@ -1,0 +1,121 @@
+"""Attention of one row cut over 1, 2 and 4 ranks: ring against all-gather-KV against Ulysses, in one run.
+
+    python integration_tests/bench/context_parallel.py [--tokens 8192] [--rounds 3]      CPU ranks, forked here
+    torchrun --nproc-per-node 8 integration_tests/bench/context_parallel.py --device cuda    all ranks cut one row
+
+Prints tokens/s of forward and backward, CPU seconds a rank, and the most memory attention took on a rank beyond
+its q, k, v and the gradient of its output. Rounds alternate between the methods, so a slow moment of the machine
+meets all of them. On a machine with fewer cores than ranks, tokens/s only compares the methods with each other;
+CPU seconds a rank and memory show the 1 / c. CPU figures say nothing about GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from titan5d.launch.local_ranks import run_ranks
+from titan5d.metrics.memory import MemoryMonitor
+from titan5d.parallel.allgather_kv import AllGatherAttention
+from titan5d.parallel.attention_blocks import choose_block_kernels
+from titan5d.parallel.ring import RingAttention
+from titan5d.parallel.ulysses import UlyssesAttention
+from titan5d.parallel.zigzag import SequenceCut
+
+METHODS = {"ring": RingAttention, "allgather": AllGatherAttention, "ulysses": UlyssesAttention}
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+
+Figures = dict[str, list[tuple[float, float, float]]]
+"""By method and round: (seconds, CPU seconds, peak bytes) of one forward and backward on one rank."""
+
+
+def measure(tokens: int, rounds: int, device: torch.device, dtype: torch.dtype) -> Figures:
+    """Runs on every rank of the default group; the first round is a warm-up and is not returned."""
+    SequenceCut(dist.get_world_size()).chunk_len(tokens)
+    local = tokens // dist.get_world_size()
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    q, k, v, grad_out = (
+        torch.randn(1, local, heads, HEAD_DIM, generator=generator, device=device, dtype=dtype)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+    for x in (q, k, v):
+        x.requires_grad_()
+    group, memory = dist.group.WORLD, MemoryMonitor(device)
+    assert group is not None
+    figures: Figures = {name: [] for name in METHODS}
+    for _ in range(rounds + 1):
+        for name, method in METHODS.items():
+            core = method(group)
+            dist.barrier()
+            memory.reset_peak()
+            before = _in_use(memory)
+            started = time.perf_counter(), time.process_time()
+            torch.autograd.grad(core(q, k, v), (q, k, v), grad_out)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            took = time.perf_counter() - started[0], time.process_time() - started[1]
+            snapshot = memory.snapshot()
+            figures[name].append((*took, (snapshot.active_peak or snapshot.peak) - before))
+    return {name: results[1:] for name, results in figures.items()}
+
+
+def _in_use(memory: MemoryMonitor) -> int:
+    snapshot = memory.snapshot()
+    return torch.cuda.memory_allocated() if snapshot.active_peak is not None else snapshot.current or 0
+
+
+def report(degree: int, tokens: int, by_rank: list[Figures], alone: dict[str, float]) -> None:
+    """Prints a line per method. `alone` keeps the memory of one rank, to compare with."""
+    for name in METHODS:
+        rounds = list(zip(*(figures[name] for figures in by_rank), strict=True))  # by round, by rank
+        seconds = statistics.median(max(wall for wall, _, _ in ranks) for ranks in rounds)
+        cpu = statistics.median(max(cpu for _, cpu, _ in ranks) for ranks in rounds)
+        peak = max(peak for ranks in rounds for _, _, peak in ranks) / 2**20
+        alone.setdefault(name, peak)
+        print(
+            f"cp {degree}  {name:9} {tokens / seconds:9.0f} tokens/s  {cpu:7.2f} CPU s/rank"
+            f"  {peak:8.1f} MiB/rank = {peak / alone[name]:.2f} of one rank's",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192, help="length of the one row")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    if "RANK" in os.environ:  # under torchrun
+        device = torch.device(options.device)
+        if options.device == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+        dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+        figures = measure(options.tokens, options.rounds, device, dtype)
+        by_rank: list[Figures] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, figures)
+        if dist.get_rank() == 0:
+            print(f"blocks: {choose_block_kernels(device.type, dtype, HEAD_DIM).name}")
+            report(dist.get_world_size(), options.tokens, by_rank, {})
+        dist.destroy_process_group()
+        return
+    if options.device == "cuda":
+        parser.error("--device cuda needs one process a GPU: start it with torchrun, as shown above")
+    print(
+        f"one row of {options.tokens} tokens, {HEADS} heads, {KV_HEADS} KV heads, head_dim {HEAD_DIM}, fp32,"
+        f" {os.cpu_count()} cores"
+    )
+    alone: dict[str, float] = {}
+    for degree in (1, 2, 4):
+        arguments = options.tokens, options.rounds, torch.device("cpu"), torch.float32
+        report(degree, options.tokens, run_ranks(measure, degree, *arguments, timeout=540), alone)
+
+
+if __name__ == "__main__":
+    main()
