@@ -18,6 +18,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from titan5d.launch.local_ranks import run_ranks
 from titan5d.metrics.memory import MemoryMonitor
@@ -30,58 +31,56 @@ from titan5d.parallel.zigzag import SequenceCut
 METHODS = {"ring": RingAttention, "allgather": AllGatherAttention, "ulysses": UlyssesAttention}
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
-Figures = dict[str, list[tuple[float, float, float]]]
-"""By method and round: (seconds, CPU seconds, peak bytes) of one forward and backward on one rank."""
+Figures = tuple[float, float, float]
+"""(seconds, CPU seconds, peak bytes) of one forward and backward on one rank."""
 
 
-def measure(tokens: int, rounds: int, device: torch.device, dtype: torch.dtype) -> Figures:
-    """Runs on every rank of the default group; the first round is a warm-up and is not returned."""
+def measure(name: str, tokens: int, device: torch.device, dtype: torch.dtype) -> Figures:
+    """Runs on every rank of the default group, which cut one row of `tokens` tokens."""
+    group, memory = dist.group.WORLD, MemoryMonitor(device)
+    assert group is not None
+    core = METHODS[name](group)
+    attend(core, 2 * dist.get_world_size(), device, dtype)  # imports, connections, kernels
+    return attend(core, tokens, device, dtype, memory)
+
+
+def attend(
+    core: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype, memory: MemoryMonitor | None = None
+) -> Figures:
     SequenceCut(dist.get_world_size()).chunk_len(tokens)
     local = tokens // dist.get_world_size()
-    generator = torch.Generator(device).manual_seed(dist.get_rank())
     q, k, v, grad_out = (
-        torch.randn(1, local, heads, HEAD_DIM, generator=generator, device=device, dtype=dtype)
+        torch.randn(1, local, heads, HEAD_DIM, device=device, dtype=dtype)
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
     for x in (q, k, v):
         x.requires_grad_()
-    group, memory = dist.group.WORLD, MemoryMonitor(device)
-    assert group is not None
-    figures: Figures = {name: [] for name in METHODS}
-    for _ in range(rounds + 1):
-        for name, method in METHODS.items():
-            core = method(group)
-            dist.barrier()
-            memory.reset_peak()
-            before = _in_use(memory)
-            started = time.perf_counter(), time.process_time()
-            torch.autograd.grad(core(q, k, v), (q, k, v), grad_out)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            took = time.perf_counter() - started[0], time.process_time() - started[1]
-            snapshot = memory.snapshot()
-            figures[name].append((*took, (snapshot.active_peak or snapshot.peak) - before))
-    return {name: results[1:] for name, results in figures.items()}
+    before = 0
+    if memory is not None:
+        memory.reset_peak()
+        before = memory.snapshot().active_peak or memory.snapshot().current or 0  # the peak just reset: what is in use
+    dist.barrier()
+    started = time.perf_counter(), time.process_time()
+    torch.autograd.grad(core(q, k, v), (q, k, v), grad_out)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    took = time.perf_counter() - started[0], time.process_time() - started[1]
+    peak = 0
+    if memory is not None:
+        peak = memory.snapshot().active_peak or memory.snapshot().peak
+    return *took, peak - before
 
 
-def _in_use(memory: MemoryMonitor) -> int:
-    snapshot = memory.snapshot()
-    return torch.cuda.memory_allocated() if snapshot.active_peak is not None else snapshot.current or 0
-
-
-def report(degree: int, tokens: int, by_rank: list[Figures], alone: dict[str, float]) -> None:
-    """Prints a line per method. `alone` keeps the memory of one rank, to compare with."""
-    for name in METHODS:
-        rounds = list(zip(*(figures[name] for figures in by_rank), strict=True))  # by round, by rank
-        seconds = statistics.median(max(wall for wall, _, _ in ranks) for ranks in rounds)
-        cpu = statistics.median(max(cpu for _, cpu, _ in ranks) for ranks in rounds)
-        peak = max(peak for ranks in rounds for _, _, peak in ranks) / 2**20
-        alone.setdefault(name, peak)
-        print(
-            f"cp {degree}  {name:9} {tokens / seconds:9.0f} tokens/s  {cpu:7.2f} CPU s/rank"
-            f"  {peak:8.1f} MiB/rank = {peak / alone[name]:.2f} of one rank's",
-            flush=True,
-        )
+def report(degree: int, tokens: int, name: str, rounds: list[list[Figures]], alone: dict[str, float]) -> None:
+    """Prints a line. `rounds`: by round and rank. `alone` keeps the memory of one rank, to compare with."""
+    seconds = statistics.median(max(wall for wall, _, _ in ranks) for ranks in rounds)
+    cpu = statistics.median(max(cpu for _, cpu, _ in ranks) for ranks in rounds)
+    peak = statistics.median(max(peak for _, _, peak in ranks) for ranks in rounds) / 2**20
+    print(
+        f"cp {degree}  {name:9} {tokens / seconds:9.0f} tokens/s  {cpu:7.2f} CPU s/rank"
+        f"  {peak:8.1f} MiB/rank = {peak / alone.setdefault(name, peak):.2f} of one rank's",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -97,12 +96,16 @@ def main() -> None:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-        figures = measure(options.tokens, options.rounds, device, dtype)
-        by_rank: list[Figures] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(by_rank, figures)
+        results: dict[str, list[list[Figures]]] = {name: [] for name in METHODS}
+        for _ in range(options.rounds):
+            for name, rounds in results.items():
+                by_rank: list[Figures] = [(0.0, 0.0, 0.0)] * dist.get_world_size()
+                dist.all_gather_object(by_rank, measure(name, options.tokens, device, dtype))
+                rounds.append(by_rank)
         if dist.get_rank() == 0:
             print(f"blocks: {choose_block_kernels(device.type, dtype, HEAD_DIM).name}")
-            report(dist.get_world_size(), options.tokens, by_rank, {})
+            for name, rounds in results.items():
+                report(dist.get_world_size(), options.tokens, name, rounds, {})
         dist.destroy_process_group()
         return
     if options.device == "cuda":
@@ -113,8 +116,13 @@ def main() -> None:
     )
     alone: dict[str, float] = {}
     for degree in (1, 2, 4):
-        arguments = options.tokens, options.rounds, torch.device("cpu"), torch.float32
-        report(degree, options.tokens, run_ranks(measure, degree, *arguments, timeout=540), alone)
+        results = {name: [] for name in METHODS}
+        for _ in range(options.rounds):
+            for name, rounds in results.items():
+                arguments = name, options.tokens, torch.device("cpu"), torch.float32
+                rounds.append(run_ranks(measure, degree, *arguments, timeout=540))
+        for name, rounds in results.items():
+            report(degree, options.tokens, name, rounds, alone)
 
 
 if __name__ == "__main__":

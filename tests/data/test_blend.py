@@ -34,7 +34,9 @@ def test_weights_that_are_not_positive_are_refused(weights: list[float]) -> None
 
 
 def test_weight_too_small_to_get_a_row_is_refused() -> None:
-    with pytest.raises(DataError, match=r"blend weight 1e-09 is 1\.0e-09 of the whole; the smallest share is 0\.0001"):
+    with pytest.raises(
+        DataError, match=r"blend weight 1e-09 is 1\.0e-09 of the whole; the smallest share is 0\.0001"
+    ):
         cycle_counts([1.0, 1e-9])
 
 
@@ -78,7 +80,10 @@ def test_sets_of_one_size_are_shuffled_differently() -> None:
     assert (ids[ids < 100] != ids[ids >= 100] - 100).sum() > 80
 
 
-@pytest.mark.parametrize(("sizes", "weights", "epochs"), [([50, 7], [0.7, 0.3], 1), ([10, 10], [1, 1], 3), ([5], [1], 2), ([9, 40, 3], [1, 5, 2], 2)])
+@pytest.mark.parametrize(
+    ("sizes", "weights", "epochs"),
+    [([50, 7], [0.7, 0.3], 1), ([10, 10], [1, 1], 3), ([5], [1], 2), ([9, 40, 3], [1, 5, 2], 2)],
+)
 def test_no_row_comes_more_often_than_epochs(sizes: list[int], weights: list[float], epochs: int) -> None:
     blend = blend_of(sizes, weights)
     order = BlendOrder(blend, 1, seed=0, shuffle=True)

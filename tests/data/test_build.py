@@ -49,7 +49,11 @@ class BreakingLines(LineFiles):
             if "break" in text:
                 if self.how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
-                errors = {"data": DataError("line 7 is odd"), "bug": KeyError("bug"), "disk": OSError(28, "No space left")}
+                errors = {
+                    "data": DataError("line 7 is odd"),
+                    "bug": KeyError("bug"),
+                    "disk": OSError(28, "No space left"),
+                }
                 raise errors[self.how]
             yield text
 
@@ -70,11 +74,17 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
 
 def test_meta_tells_counts_tokenizer_and_skipped(tmp_path: Path) -> None:
     shards = shards_of(tmp_path, ["one", "", "two\x00", "  ", "three"])
-    assert sorted(path.name for path in shards.folder.iterdir()) == ["meta.json", "shard-00000.bin", "shard-00000.idx"]
+    assert sorted(path.name for path in shards.folder.iterdir()) == [
+        "meta.json",
+        "shard-00000.bin",
+        "shard-00000.idx",
+    ]
     meta = json.loads((shards.folder / "meta.json").read_text())
     assert meta["documents"] == 3 and meta["tokens"] == 3 + 4 + 5 + 2 * 3
     assert meta["skipped"] == {"empty": 2}
-    assert meta["tokenizer"]["fingerprint"] == ByteTokenizer.fingerprint and meta["tokenizer"]["eos_id"] == 257
+    assert (
+        meta["tokenizer"]["fingerprint"] == ByteTokenizer.fingerprint and meta["tokenizer"]["eos_id"] == 257
+    )
     assert meta["dtype"] == "<u2" and meta["max_token_id"] == 257
 
 
@@ -119,7 +129,9 @@ def test_finished_build_is_opened_and_other_tokens_are_refused(tmp_path: Path) -
     times = {file: file.stat().st_mtime_ns for file in out.iterdir()}
     assert build_shards(source, ByteTokenizer(), out, log=quiet).fingerprint == first.fingerprint
     assert {file: file.stat().st_mtime_ns for file in out.iterdir()} == times
-    with pytest.raises(DataError, match=r"already holds token shards of another tokenizer .*tokenizer bytes\)"):
+    with pytest.raises(
+        DataError, match=r"already holds token shards of another tokenizer .*tokenizer bytes\)"
+    ):
         build_shards(source, load_tokenizer("bpe4k"), out, log=quiet)
     with pytest.raises(DataError, match="already holds token shards of another source"):
         build_shards(line_source(tmp_path / "b", ["other"]), ByteTokenizer(), out, log=quiet)
@@ -129,7 +141,9 @@ def test_unfinished_build_of_other_documents_is_started_anew(tmp_path: Path) -> 
     out = tmp_path / "out"
     out.mkdir()
     (out / "plan.json").write_text('{"source": "another"}')
-    (out / "shard-00000.json").write_text('{"name": "shard-00000", "tokens": 0, "documents": 0, "skipped": {}}')
+    (out / "shard-00000.json").write_text(
+        '{"name": "shard-00000", "tokens": 0, "documents": 0, "skipped": {}}'
+    )
     shards = build_shards(line_source(tmp_path, ["one"]), ByteTokenizer(), out, log=quiet)
     assert shards.n_documents == 1
 
@@ -178,7 +192,9 @@ def test_failure_in_a_worker_ends_the_build_with_its_reason(tmp_path: Path, how:
     out = tmp_path / "out"
     start = time.monotonic()
     with pytest.raises(DataError, match=message):
-        build_shards(BreakingLines([file], how), ByteTokenizer(), out, workers=2, piece_bytes=500_000, log=quiet)
+        build_shards(
+            BreakingLines([file], how), ByteTokenizer(), out, workers=2, piece_bytes=500_000, log=quiet
+        )
     assert time.monotonic() - start < 30
     assert multiprocessing.active_children() == []
     assert not (out / "meta.json").exists()
@@ -236,7 +252,9 @@ def test_workers_end_when_the_parent_is_killed(tmp_path: Path) -> None:
         os.set_inheritable(write_end, True)
 
         def tell(chars: int) -> None:
-            os.write(write_end, json.dumps([child.pid for child in multiprocessing.active_children()]).encode())
+            os.write(
+                write_end, json.dumps([child.pid for child in multiprocessing.active_children()]).encode()
+            )
             os.kill(os.getpid(), signal.SIGKILL)
 
         try:

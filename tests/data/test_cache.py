@@ -64,7 +64,9 @@ def test_other_tokenizer_or_changed_file_builds_anew(tmp_path: Path) -> None:
     first = cached_shards(source, ByteTokenizer(), tmp_path / "cache", log=quiet)
     other = cached_shards(source, load_tokenizer("bpe4k"), tmp_path / "cache", log=quiet)
     (tmp_path / "corpus.txt").write_text("changed\n")
-    changed = cached_shards(LineFiles([tmp_path / "corpus.txt"], "x"), ByteTokenizer(), tmp_path / "cache", log=quiet)
+    changed = cached_shards(
+        LineFiles([tmp_path / "corpus.txt"], "x"), ByteTokenizer(), tmp_path / "cache", log=quiet
+    )
     assert len({first.folder, other.folder, changed.folder}) == 3
     assert changed.n_documents == 1
 
@@ -82,10 +84,14 @@ def test_waiting_for_a_builder_that_makes_nothing_ends(tmp_path: Path) -> None:
     finally:
         os.close(holder)
     assert len(lines) == 1 and "another process tokenizes" in lines[0]
-    assert cached_shards(source, ByteTokenizer(), tmp_path / "cache", log=quiet).n_documents == 50  # the lock is free
+    assert (
+        cached_shards(source, ByteTokenizer(), tmp_path / "cache", log=quiet).n_documents == 50
+    )  # the lock is free
 
 
 def test_cache_that_cannot_be_written_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot write the data cache .*file/cache: .*training\.cache_folder"):
+    with pytest.raises(
+        DataError, match=r"cannot write the data cache .*file/cache: .*training\.cache_folder"
+    ):
         cached_shards(counting_source(tmp_path), ByteTokenizer(), tmp_path / "file" / "cache", log=quiet)

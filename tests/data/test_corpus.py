@@ -48,7 +48,14 @@ def test_bad_lines_are_counted_and_the_rest_is_read(tmp_path: Path, piece_bytes:
 
 def test_jsonl_reads_its_key_and_counts_what_is_none(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    records = ['{"body": "one\\ntwo"}', "{broken", '{"text": "other key"}', '{"body": 3}', "[1]", '{"body": "  "}']
+    records = [
+        '{"body": "one\\ntwo"}',
+        "{broken",
+        '{"text": "other key"}',
+        '{"body": 3}',
+        "[1]",
+        '{"body": "  "}',
+    ]
     records += ['{"body": "\\ud800"}', "", '{"body": "last"}', "[" * 100_000]
     file.write_text("\n".join(records))
     documents, skipped = read_all(LineFiles([file], "a", json_key="body"), 50)
@@ -58,7 +65,14 @@ def test_jsonl_reads_its_key_and_counts_what_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("piece_bytes", [1, 8, 1000])
 def test_a_folder_gives_a_document_a_file_in_sorted_order(tmp_path: Path, piece_bytes: int) -> None:
-    for name, content in {"b.txt": b"bb", "a/z.txt": b"az", "a/a.md": b"aa", ".hidden": b"no", "c": b"\xff", "d": b" "}.items():
+    for name, content in {
+        "b.txt": b"bb",
+        "a/z.txt": b"az",
+        "a/a.md": b"aa",
+        ".hidden": b"no",
+        "c": b"\xff",
+        "d": b" ",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     files = find_files(str(tmp_path))
@@ -85,7 +99,9 @@ def test_find_files_takes_file_folder_and_glob(tmp_path: Path) -> None:
     assert names(str(tmp_path / "c.txt")) == ["c.txt"]
     assert names(str(tmp_path), ".jsonl") == ["a.jsonl", "b.jsonl"]
     assert names(f"{tmp_path}/*.jsonl") == ["a.jsonl", "b.jsonl"]
-    with pytest.raises(DataError, match=r"nowhere' does not exist: dataset_path is a file, a folder or a glob"):
+    with pytest.raises(
+        DataError, match=r"nowhere' does not exist: dataset_path is a file, a folder or a glob"
+    ):
         find_files(str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"no file matches .*\*\.csv"):
         find_files(f"{tmp_path}/*.csv")

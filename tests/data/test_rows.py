@@ -50,11 +50,15 @@ def test_without_labels_the_next_token_of_the_document(tmp_path: Path) -> None:
 
 def test_given_positions_are_kept(tmp_path: Path) -> None:
     row = {"tokens": [1, 2, 3, 4], "positions": [3, 2, 1, 0]}
-    assert token_rows(tmp_path, [row], seq_len=6).rows(np.array([0])).positions.tolist() == [[3, 2, 1, 0, 0, 1]]
+    assert token_rows(tmp_path, [row], seq_len=6).rows(np.array([0])).positions.tolist() == [
+        [3, 2, 1, 0, 0, 1]
+    ]
 
 
 def test_without_document_mask_a_row_is_one_document(tmp_path: Path) -> None:
-    rows = token_rows(tmp_path, [{"tokens": [1, 2, 3, 4], "document_ids": [0, 0, 1, 1]}], 4, document_mask=False)
+    rows = token_rows(
+        tmp_path, [{"tokens": [1, 2, 3, 4], "document_ids": [0, 0, 1, 1]}], 4, document_mask=False
+    )
     read = rows.rows(np.array([0]))
     assert not read.several_documents and read.positions.tolist() == [[0, 1, 2, 3]]
     assert read.labels.tolist() == [[2, -100, 4, -100]]
@@ -69,7 +73,10 @@ def test_fingerprint_follows_the_contents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"tokens": list(range(9))}, r"rows\.jsonl, line 2: the row has 9 tokens, seq_len = 8: cut .* seq_len to 9"),
+        (
+            {"tokens": list(range(9))},
+            r"rows\.jsonl, line 2: the row has 9 tokens, seq_len = 8: cut .* seq_len to 9",
+        ),
         ({"tokens": [1, 2], "labels": [2]}, r'line 2: 2 tokens but 1 "labels"'),
         ({"tokens": [1, -1]}, r'line 2: -1 in "tokens" is outside 0\.\.'),
         ({"tokens": [1], "labels": [-7]}, r"line 2: a label is a token id or -100"),

@@ -26,7 +26,7 @@ def stream_of(documents: list[str]) -> tuple[list[int], list[int]]:
     return tokens, starts
 
 
-@pytest.mark.parametrize("piece_bytes", [5, 100, 10_000])
+@pytest.mark.parametrize("piece_bytes", [40, 10_000])
 def test_any_range_reads_back_across_shards(tmp_path: Path, piece_bytes: int) -> None:
     shards = shards_of(tmp_path, DOCUMENTS, piece_bytes=piece_bytes)
     tokens, starts = stream_of(DOCUMENTS)
@@ -57,7 +57,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
     tokens = folder / "shard-00000.bin"
     content = tokens.read_bytes()
     tokens.write_bytes(content[:-2])
-    with pytest.raises(DataError, match=rf"shard-00000\.bin has {len(content) - 2} bytes, its counts ask for {len(content)}"):
+    with pytest.raises(
+        DataError, match=rf"shard-00000\.bin has {len(content) - 2} bytes, its counts ask for {len(content)}"
+    ):
         TokenShards(folder)
     tokens.write_bytes(b"\0\0" + content[2:])  # same size
     with pytest.raises(DataError, match=r"shard-00000: contents changed since they were written"):
@@ -75,7 +77,11 @@ def test_folders_that_are_no_shards_say_why(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(DataError, match="did not finish, run it again"):
         TokenShards(tmp_path)
-    for content, message in (("{", "cannot read"), ('{"format": "other"}', "its format is not"), ("[]", "its format is not")):
+    for content, message in (
+        ("{", "cannot read"),
+        ('{"format": "other"}', "its format is not"),
+        ("[]", "its format is not"),
+    ):
         (tmp_path / "meta.json").write_text(content)
         with pytest.raises(DataError, match=message):
             TokenShards(tmp_path)

@@ -22,7 +22,14 @@ from titan5d.data.tokenizer import (
     load_tokenizer,
 )
 
-TEXTS = ["", "hello world", "def f(x):\n    return x + 1\n", "naïve café — 東京 🙂", "a" * 5000, "\x00\t\r\n\x1c  \x0b"]
+TEXTS = [
+    "",
+    "hello world",
+    "def f(x):\n    return x + 1\n",
+    "naïve café — 東京 🙂",
+    "a" * 5000,
+    "\x00\t\r\n\x1c  \x0b",
+]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +99,9 @@ def test_ids_are_those_of_the_library(bpe4k: JsonTokenizer, library: Library) ->
 
 @settings(deadline=None, max_examples=200)
 @given(st.text(st.characters(max_codepoint=127) | st.sampled_from(" \n\t_.09aZ"), max_size=200))
-def test_remembered_words_give_the_ids_of_the_library(bpe4k: JsonTokenizer, library: Library, text: str) -> None:
+def test_remembered_words_give_the_ids_of_the_library(
+    bpe4k: JsonTokenizer, library: Library, text: str
+) -> None:
     assert bpe4k.encode(text) == library.encode(text, add_special_tokens=False).ids
 
 
@@ -123,9 +132,13 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
 
 def test_config_beside_the_tokenizer_names_the_specials(tmp_path: Path) -> None:
     specials = ["<s>", "</s>", "<go>", "<stop>"]
-    named = make_tokenizer(tmp_path / "a", specials, {"bos_token": "<go>", "eos_token": {"content": "<stop>"}})
+    named = make_tokenizer(
+        tmp_path / "a", specials, {"bos_token": "<go>", "eos_token": {"content": "<stop>"}}
+    )
     assert (named.bos_id, named.eos_id) == (2, 3)
-    assert make_tokenizer(tmp_path / "b", specials, {"bos_token": "<go>", "add_bos_token": False}).bos_id is None
+    assert (
+        make_tokenizer(tmp_path / "b", specials, {"bos_token": "<go>", "add_bos_token": False}).bos_id is None
+    )
     assert make_tokenizer(tmp_path / "c", specials, {"bos_token": None}).bos_id is None
     assert make_tokenizer(tmp_path / "d", ["<|endoftext|>"], {"bos_token": "<|endoftext|>"}).bos_id is None
     with pytest.raises(DataError, match=r"eos_token '<nowhere>'.*not in the vocabulary"):
@@ -140,7 +153,9 @@ def test_tokenizer_that_does_not_fit_the_model_is_refused_with_both_numbers(tmp_
     assert tokenizer.vocab_size == 300
     with pytest.raises(ValueError, match=r"highest token id 299.*model\.vocab_size = 256.*at least 300"):
         check_against_model(tokenizer, 256)
-    with pytest.raises(ValueError, match=r"highest token id 258, EOS id 257, BOS id 256, but model\.vocab_size = 256"):
+    with pytest.raises(
+        ValueError, match=r"highest token id 258, EOS id 257, BOS id 256, but model\.vocab_size = 256"
+    ):
         check_against_model(ByteTokenizer(), 256)
     check_against_model(tokenizer, 300)
     check_against_model(tokenizer, 512)  # rounded up: fine

@@ -9,7 +9,9 @@ from titan5d.data.tokenizer import BPE4K, load_tokenizer
 from titan5d.data.train_bpe import SPECIALS, VOCAB_SIZE, train_bpe
 from titan5d.data.words import WORDS
 
-DOCUMENTS = [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (json.decoder, json.encoder)]
+DOCUMENTS = [
+    Path(module.__file__ or "").read_text(encoding="utf-8") for module in (json.decoder, json.encoder)
+]
 
 
 def test_training_is_deterministic_and_of_the_asked_size(tmp_path: Path) -> None:

@@ -94,9 +94,9 @@ def test_bubble_fractions_of_4_ranks_and_8_micro_batches(name: str, percent: flo
 def test_1f1b_written_out() -> None:
     rows = [[str(slot) for slot in row] for row in one_f_one_b(3, 4).rows]
     assert rows == [
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3".split(),
-        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3".split(),
-        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3".split(),
+        ["0F0", "0F1", "0F2", "0B0", "0F3", "0B1", "0B2", "0B3"],
+        ["1F0", "1F1", "1B0", "1F2", "1B1", "1F3", "1B2", "1B3"],
+        ["2F0", "2B0", "2F1", "2B1", "2F2", "2B2", "2F3", "2B3"],
     ]
 
 

@@ -97,8 +97,8 @@ def test_a_weight_gradient_waits_for_its_input_gradient() -> None:
 def test_time_slots() -> None:
     grid = time_slots(catalog.build("1F1B", 2, 1, 3))
     assert [["." if slot is None else str(slot) for slot in row] for row in grid] == [
-        "0F0 0F1 . 0B0 0F2 0B1 . 0B2".split(),
-        ". 1F0 1B0 1F1 1B1 1F2 1B2 .".split(),
+        ["0F0", "0F1", ".", "0B0", "0F2", "0B1", ".", "0B2"],
+        [".", "1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "."],
     ]
 
 

@@ -19,6 +19,7 @@ from titan5d.schedules.table import Action, Overlap, Schedule, Slot, plain_tuple
 
 _Action = torch_schedules._Action
 _Kind = torch_schedules._ComputationType
+_Runtime: Any = torch_schedules._PipelineScheduleRuntime
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
 
 
@@ -148,9 +149,7 @@ def _gradients_of_every_schedule() -> dict[tuple[str, int, int], list[torch.Tens
                 PipelineStage(nn.Sequential(*modules), stage, schedule.n_stages, torch.device("cpu"))
                 for stage, modules in layers.items()
             ]
-            runtime: Any = torch_schedules._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-                stages, m, loss_fn=_squared_error, scale_grads=False
-            )
+            runtime = _Runtime(stages, m, loss_fn=_squared_error, scale_grads=False)
             runtime.pipeline_order = to_torch(schedule)
             runtime._prepare_schedule_with_comms(runtime.pipeline_order)
             inputs, targets = _batch(m)

@@ -123,7 +123,10 @@ class JsonTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(content + specials).hexdigest()[:16]
 
     def __reduce__(self) -> tuple[type[JsonTokenizer], tuple[Path, str]]:
-        return JsonTokenizer, (self._file, self.name)  # the library's own pickling forgets encode_special_tokens
+        return JsonTokenizer, (
+            self._file,
+            self.name,
+        )  # the library's own pickling forgets encode_special_tokens
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]

@@ -103,15 +103,21 @@ class _ColumnProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cut: TensorCut = ctx.cut
         x, *weights = ctx.saved_tensors
-        regather = cut.sequence_parallel and cut.regather_input and any(ctx.needs_input_grad[2:])
-        gather = start_gather(x, cut) if regather else None
-        grad_x = start_sum(input_gradient(grads, weights), cut) if ctx.needs_input_grad[0] else None
-        whole_x = x if gather is None else finish_gather(gather, cut)
-        grad_weights = [
-            weight_gradient(grad, whole_x) if needed else None
-            for grad, needed in zip(grads, ctx.needs_input_grad[2:], strict=True)
-        ]
-        return None if grad_x is None else finish_sum(grad_x), None, *grad_weights
+        needs_x, needs_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
+        found = column_gradients(
+            grads,
+            x,
+            weights,
+            cut.group_name,
+            cut.degree,
+            cut.sequence_parallel,
+            cut.regather_input,
+            needs_x,
+            needs_weights,
+        )
+        grad_x = found[0] if needs_x else None
+        grad_weights = found[-len(weights) :] if needs_weights else [None] * len(weights)
+        return grad_x, None, *grad_weights
 
 
 class _RowProduct(torch.autograd.Function):
@@ -179,6 +185,34 @@ def product_sum(
     return finish_sum(start_sum(F.linear(x, weight), cut))
 
 
+@torch.library.custom_op("titan5d::column_gradients", mutates_args=())
+def column_gradients(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group_name: str,
+    degree: int,
+    sequence_parallel: bool,
+    regather: bool,
+    needs_x: bool,
+    needs_weights: bool,
+) -> list[Tensor]:
+    """[d loss / d x, if needed] and [d loss / d W_i, if needed] of products Y_i = X W_i^T; dY_i (B, S, N_i).
+
+    x is what forward kept, a piece of X or X. One operator, so that a compiler cannot move the second gather into
+    forward and keep what it returns.
+    """
+    cut = TensorCut(group_name, degree, rank=-1, sequence_parallel=sequence_parallel)
+    gather = start_gather(x, cut) if sequence_parallel and regather and needs_weights else None
+    total = start_sum(input_gradient(grads, weights), cut) if needs_x else None
+    if needs_weights:
+        whole_x = x if gather is None else finish_gather(gather, cut)
+        grad_weights = [weight_gradient(grad, whole_x) for grad in grads]
+    else:
+        grad_weights = []
+    return [*([] if total is None else [finish_sum(total)]), *grad_weights]
+
+
 @gather_products.register_fake
 def _(
     x: Tensor, weights: Sequence[Tensor], group_name: str, degree: int, keep: bool, overlap: bool
@@ -196,10 +230,35 @@ def _(
     return x.new_empty(batch, seq_len // degree if sequence_parallel else seq_len, weight.shape[0])
 
 
+@column_gradients.register_fake
+def _(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group_name: str,
+    degree: int,
+    sequence_parallel: bool,
+    regather: bool,
+    needs_x: bool,
+    needs_weights: bool,
+) -> list[Tensor]:
+    batch, seq_len, _ = grads[0].shape
+    piece = seq_len // degree if sequence_parallel else seq_len
+    grad_x = [x.new_empty(batch, piece, x.shape[-1])] if needs_x else []
+    return grad_x + ([weight.new_empty(weight.shape) for weight in weights] if needs_weights else [])
+
+
 @register_flop_formula(torch.ops.titan5d.gather_products)
 def _(x_shape: Any, weight_shapes: Any, group_name: str, degree: int, *rest: Any, **kwargs: Any) -> int:
     tokens = x_shape[0] * x_shape[1] * degree
     return sum(2 * tokens * rows * columns for rows, columns in weight_shapes)
+
+
+@register_flop_formula(torch.ops.titan5d.column_gradients)
+def _(grad_shapes: Any, x_shape: Any, weight_shapes: Any, *rest: Any, **kwargs: Any) -> int:
+    tokens = grad_shapes[0][0] * grad_shapes[0][1]
+    halves = sum(rest[-2:])  # needs_x, needs_weights
+    return halves * sum(2 * tokens * rows * columns for rows, columns in weight_shapes)
 
 
 @register_flop_formula(torch.ops.titan5d.product_sum)

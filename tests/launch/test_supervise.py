@@ -1,0 +1,146 @@
+"""Signals and time limits around a launcher, with a stand-in for torchrun that starts small ranks and imports no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# The programs print with os.write: one line, one write, so that the lines of two ranks do not mix.
+RANK = """
+    import os, signal, sys, time
+    from titan5d.launch import exit_status
+    stopped = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: stopped.append(number))
+    os.write(1, b"up\\n")
+    ends = time.monotonic() + 30  # by itself, whatever happens to the test
+    while not stopped and time.monotonic() < ends:
+        time.sleep(0.02)
+    os.write(1, b"saving %d\\n" % stopped[0])
+    time.sleep(SAVING)
+    sys.exit(exit_status.record(3))
+"""
+LAUNCHER = """
+    import os, signal, subprocess, sys
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ranks = [
+        subprocess.Popen([sys.executable, sys.argv[1]], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    sys.exit(max(rank.wait() for rank in ranks))
+"""
+DEAF = """
+    import os, signal, time
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.write(1, b"up\\n")
+    time.sleep(30)
+"""
+SUPERVISOR = """
+    import os, sys
+    from titan5d.launch import supervise
+    supervise.GRACE_WITHOUT_RANKS = 0.5
+    supervise.FIRST_NOTE = 0.3
+    waiting, limit = ("node 0 waits", 1.0) if "waiting" in sys.argv else (None, 60.0)
+    command = [word for word in sys.argv[1:] if word != "waiting"]
+    sys.exit(supervise.supervise([sys.executable, *command], os.environ, 2, waiting, limit))
+"""
+
+
+def script(folder: Path, name: str, text: str) -> str:
+    file = folder / name
+    file.write_text(textwrap.dedent(text))
+    return str(file)
+
+
+def start(folder: Path, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, script(folder, "supervisor.py", SUPERVISOR), *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(process: subprocess.Popen[str], words: int) -> None:
+    """Until `words` lines "up" have been printed."""
+    assert process.stdout is not None
+    for _ in range(words):
+        assert process.stdout.readline().strip() == "up"
+
+
+def ends(process: subprocess.Popen[str], within: float = 20.0) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=within)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_reaches_every_rank_and_the_launcher_stays_until_they_have_saved(number: int, tmp_path: Path):
+    rank = script(tmp_path, "rank.py", RANK.replace("SAVING", "0.3"))
+    run = start(tmp_path, script(tmp_path, "launcher.py", LAUNCHER), rank)
+    wait_for(run, 2)
+    run.send_signal(number)
+    code, out, _ = ends(run)
+    assert code == 3
+    assert out.split("\n").count(f"saving {int(number)}") == 2
+
+
+def test_ctrl_c_again_goes_to_the_launcher(tmp_path: Path):
+    rank = script(tmp_path, "rank.py", RANK.replace("SAVING", "2"))
+    run = start(tmp_path, script(tmp_path, "launcher.py", LAUNCHER), rank)
+    wait_for(run, 2)
+    started = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(timeout=20) == 1  # this launcher does not clean up; nobody recorded a save
+    assert time.monotonic() - started < 1.9
+    run.communicate(timeout=20)  # the ranks hold the pipe until they have ended by themselves
+
+
+def test_a_launcher_without_ranks_that_answers_no_signal_is_killed(tmp_path: Path):
+    run = start(tmp_path, script(tmp_path, "deaf.py", DEAF))
+    wait_for(run, 1)
+    run.send_signal(signal.SIGTERM)
+    code, _, _ = ends(run)
+    assert code == 1
+
+
+def test_the_wait_for_other_nodes_is_told_and_bounded(tmp_path: Path):
+    run = start(tmp_path, "waiting", script(tmp_path, "deaf.py", DEAF))
+    code, _, err = ends(run)
+    assert code == 1
+    assert err.splitlines() == ["titan5d: node 0 waits", "titan5d: node 0 waits: given up after 1 s"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is told on Linux only")
+def test_the_launcher_hears_of_the_death_of_its_supervisor(tmp_path: Path):
+    text = DEAF.replace("signal.signal(number, signal.SIG_IGN)", "pass").replace('b"up\\n"', 'b"%d\\n" % os.getpid()')
+    run = start(tmp_path, script(tmp_path, "launcher.py", text))
+    assert run.stdout is not None
+    launcher = int(run.stdout.readline())
+    run.kill()
+    run.communicate(timeout=20)  # ends when the launcher, too, has closed the pipe
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # it is a zombie until init has reaped it
+            os.kill(launcher, 0)
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("launcher_code", "expected"), [(0, 0), (1, 1)])
+def test_the_status_of_a_launcher_whose_ranks_recorded_nothing(launcher_code: int, expected: int, tmp_path: Path):
+    run = start(tmp_path, script(tmp_path, "launcher.py", f"raise SystemExit({launcher_code})"))
+    assert ends(run)[0] == expected
