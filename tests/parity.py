@@ -17,6 +17,7 @@ from titan5d.data.dataset import MicroBatch
 from titan5d.launch.local_ranks import run_ranks
 from titan5d.models.args import ModelArgs
 from titan5d.parallel.apply import build_parallel_model
+from titan5d.parallel.context import ContextParallel
 from titan5d.parallel.data import DataParallel
 from titan5d.parallel.mesh import Meshes
 from titan5d.parallel.tensor import TensorParallel
@@ -49,6 +50,8 @@ class Case:
     recompute: str = "none"
     selective: str = "op"
     compile: bool = False
+    only_target: int | None = None
+    context: ContextParallel = ContextParallel()
     reshard_degree: int | None = None
     dtype: torch.dtype = torch.float32
     tensor: TensorParallel | None = None
@@ -72,6 +75,8 @@ def global_batch(case: Case, step: int) -> list[torch.Tensor]:
     labels = torch.randint(case.args.vocab_size, (rows, seq), generator=generator)
     for row, valid in enumerate(case.valid):
         keep = torch.randperm(seq, generator=generator)[: min(valid, seq)]
+        if case.only_target is not None:
+            keep = torch.tensor([case.only_target])
         mask = torch.ones(seq, dtype=torch.bool)
         mask[keep] = False
         labels[row, mask] = -100
@@ -104,7 +109,16 @@ def run_case(case: Case) -> Outcome:
     recompute = ActivationCheckpoint(mode=case.recompute, selective_ac_option=case.selective)  # type: ignore[arg-type]
     compile = Compile(enable=case.compile, backend="aot_eager")
     model = build_parallel_model(
-        case.args, meshes, data, recompute, compile, torch.float32, seed=5, device=device, tensor=case.tensor
+        case.args,
+        meshes,
+        data,
+        recompute,
+        compile,
+        torch.float32,
+        seed=5,
+        device=device,
+        tensor=case.tensor,
+        context=case.context,
     )
     _scale_norms(model, case.norm_scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
@@ -144,6 +158,7 @@ def reference(case: Case) -> Outcome:
         compile=False,
         reshard_degree=None,
         tensor=None,
+        context=ContextParallel(),
     )
     if alone not in _REFERENCES:
         _REFERENCES[alone] = run_ranks(run_case, 1, alone)[0]

@@ -3,25 +3,28 @@
     python integration_tests/bench/context_parallel.py [--tokens 8192] [--rounds 3]      CPU ranks, forked here
     torchrun --nproc-per-node 8 integration_tests/bench/context_parallel.py --device cuda    all ranks cut one row
 
-Prints tokens/s of forward and backward, CPU seconds a rank, and the most memory attention took on a rank beyond
-its q, k, v and the gradient of its output. Rounds alternate between the methods, so a slow moment of the machine
-meets all of them. On a machine with fewer cores than ranks, tokens/s only compares the methods with each other;
-CPU seconds a rank and memory show the 1 / c. CPU figures say nothing about GPUs.
+Prints tokens/s of forward and backward, CPU seconds a rank, and the most bytes that tensors of attention took on a
+rank beyond its q, k, v and the gradient of its output. Rounds alternate between the methods, so a slow moment of
+the machine meets all of them. On a machine with fewer cores than ranks, tokens/s only compares the methods with
+each other; CPU seconds a rank and memory show the 1 / c. CPU figures say nothing about GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from titan5d.launch.local_ranks import run_ranks
-from titan5d.metrics.memory import MemoryMonitor
 from titan5d.parallel.allgather_kv import AllGatherAttention
 from titan5d.parallel.attention_blocks import choose_block_kernels
 from titan5d.parallel.ring import RingAttention
@@ -37,16 +40,24 @@ Figures = tuple[float, float, float]
 
 def measure(name: str, tokens: int, device: torch.device, dtype: torch.dtype) -> Figures:
     """Runs on every rank of the default group, which cut one row of `tokens` tokens."""
-    group, memory = dist.group.WORLD, MemoryMonitor(device)
+    group = dist.group.WORLD
     assert group is not None
     core = METHODS[name](group)
     attend(core, 2 * dist.get_world_size(), device, dtype)  # imports, connections, kernels
-    return attend(core, tokens, device, dtype, memory)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        seconds, cpu, before = attend(core, tokens, device, dtype)
+        return seconds, cpu, torch.cuda.max_memory_allocated() - before
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as memory:
+        seconds, cpu, _ = attend(core, tokens, device, dtype)
+    allocations = [x for x in memory.profiler.kineto_results.events() if x.name() == "[memory]"]
+    allocations.sort(key=lambda x: x.start_ns())
+    inputs = 2 * tokens // dist.get_world_size() * (HEADS + KV_HEADS) * HEAD_DIM * dtype.itemsize
+    return seconds, cpu, max(accumulate(x.nbytes() for x in allocations)) - inputs
 
 
-def attend(
-    core: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype, memory: MemoryMonitor | None = None
-) -> Figures:
+def attend(core: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype) -> Figures:
+    """Forward and backward once: (seconds, CPU seconds, bytes that CUDA held before)."""
     SequenceCut(dist.get_world_size()).chunk_len(tokens)
     local = tokens // dist.get_world_size()
     q, k, v, grad_out = (
@@ -55,20 +66,28 @@ def attend(
     )
     for x in (q, k, v):
         x.requires_grad_()
-    before = 0
-    if memory is not None:
-        memory.reset_peak()
-        before = memory.snapshot().active_peak or memory.snapshot().current or 0  # the peak just reset: what is in use
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     dist.barrier()
     started = time.perf_counter(), time.process_time()
     torch.autograd.grad(core(q, k, v), (q, k, v), grad_out)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    took = time.perf_counter() - started[0], time.process_time() - started[1]
-    peak = 0
-    if memory is not None:
-        peak = memory.snapshot().active_peak or memory.snapshot().peak
-    return *took, peak - before
+    return time.perf_counter() - started[0], time.process_time() - started[1], before
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler writes to the terminal when it starts and stops."""
+    saved, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    try:
+        yield
+    finally:
+        for stream, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, stream)
+            os.close(copy)
+        os.close(nowhere)
 
 
 def report(degree: int, tokens: int, name: str, rounds: list[list[Figures]], alone: dict[str, float]) -> None:

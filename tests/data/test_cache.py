@@ -1,4 +1,4 @@
-"""The cache: one process builds, the others wait with a limit and open the same shards; a second start builds nothing."""
+"""The cache: one process builds, the others wait with a limit; a second start builds nothing."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from titan5d.data.open import check_dataset_against_model, open_dataset, parse_d
 from titan5d.data.pysrc import PythonSources
 from titan5d.data.tokenizer import ByteTokenizer, load_tokenizer
 
-DOCUMENTS = marked_documents(20, 30)
+DOCUMENTS = marked_documents(20, 29)
 STREAM = [token for text in DOCUMENTS for token in ByteTokenizer().with_ends(ByteTokenizer().encode(text))]
 
 

@@ -36,7 +36,7 @@ def test_short_rows_are_padded_in_a_document_of_their_own(tmp_path: Path) -> Non
     read = token_rows(tmp_path, [{"tokens": [4, 5, 6], "labels": [5, 6, 7]}]).rows(np.array([0]))
     assert read.tokens.tolist() == [[4, 5, 6, 0, 0, 0, 0, 0]]
     assert read.labels.tolist() == [[5, 6, 7] + [-100] * 5]
-    assert read.document_ids.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]] and read.several_documents
+    assert read.document_ids.tolist() == [[0, 0, 0, -1, -1, -1, -1, -1]] and read.several_documents
     assert read.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
 
 
@@ -62,6 +62,14 @@ def test_without_document_mask_a_row_is_one_document(tmp_path: Path) -> None:
     read = rows.rows(np.array([0]))
     assert not read.several_documents and read.positions.tolist() == [[0, 1, 2, 3]]
     assert read.labels.tolist() == [[2, -100, 4, -100]]
+
+
+def test_padding_is_marked_with_and_without_document_mask(tmp_path: Path) -> None:
+    short = [{"tokens": [1, 2, 3], "document_ids": [0, 0, 1]}, {"tokens": [1, 2, 3, 4]}]
+    for document_mask, ids in ((True, [0, 0, 1, -1]), (False, [0, 0, 0, -1])):
+        rows = token_rows(tmp_path, short, 4, document_mask=document_mask)
+        assert rows.rows(np.array([0])).document_ids.tolist() == [ids]
+        assert rows.rows(np.array([0])).several_documents and not rows.rows(np.array([1])).several_documents
 
 
 def test_fingerprint_follows_the_contents(tmp_path: Path) -> None:

@@ -57,12 +57,13 @@ def test_torch_build_is_what_torch_says_of_itself():
     assert torch_build() == (torch.__version__, torch.version.cuda is not None or torch.version.hip is not None)
 
 
-@pytest.mark.parametrize(("line", "gpu"), [("cuda: Optional[str] = '13.0'", True), ("cuda: Optional[str] = None", False)])
-def test_torch_build_reads_the_version_file(line: str, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("cuda", "gpu"), [("'13.0'", True), ("None", False)])
+def test_torch_build_reads_the_version_file(cuda: str, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package = tmp_path / "torch"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
-    (package / "version.py").write_text(f"__version__ = '2.11.0+x'\n{line}\nhip: Optional[str] = None\n")
+    lines = ("__version__ = '2.11.0+x'", f"cuda: Optional[str] = {cuda}", "hip: Optional[str] = None")
+    (package / "version.py").write_text("\n".join(lines))
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert torch_build() == ("2.11.0+x", gpu)

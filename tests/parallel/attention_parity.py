@@ -107,7 +107,7 @@ class ThreadRing:
 
     cut: SequenceCut
     kernels: BlockKernels = field(default_factory=CpuFlash)
-    timeout: float = 10.0
+    timeout: float = 30.0
 
     def __post_init__(self) -> None:
         ranks = range(self.cut.degree)

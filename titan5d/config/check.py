@@ -7,7 +7,7 @@ any process group exists.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from titan5d.config.load import ConfigError
 from titan5d.config.schema import Config
@@ -61,6 +61,9 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
     else:
         problems += _batch(config, topology)
         problems += _zero(config, topology)
+        problems += _context(config, args, topology)
+        problems += _tensor(config, args, topology)
+        problems += _experts(args, topology)
     if problems:
         raise ConfigError(problems)
     global_batch = _global_batch(config, topology)
@@ -146,6 +149,141 @@ def _zero(config: Config, topology: Topology) -> list[str]:
                 f" be smaller than them; {hint}"
             )
     return problems
+
+
+def _tensor(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
+    par, tp, problems = config.parallelism, topology.tp, []
+    if par.enable_async_tensor_parallel and (tp == 1 or not par.sequence_parallel):
+        problems.append(
+            "parallelism.enable_async_tensor_parallel = true hides the gathers of sequence parallelism under products,"
+            f" but this run has tensor_parallel_degree = {tp} and sequence_parallel ="
+            f" {str(par.sequence_parallel).lower()}; set a degree of at least 2 and sequence_parallel = true, or leave"
+            " it out"
+        )
+    if tp == 1:
+        return problems
+    if args.n_experts:
+        problems.append(
+            f"parallelism.tensor_parallel_degree = {tp}: models with experts are not cut this way in this version; only 1"
+        )
+    if misfits := _tensor_misfits(args, tp):
+        fitting = [str(n) for n in range(1, args.n_heads + 1) if not _tensor_misfits(args, n)]
+        use = f"degrees that fit this model: {', '.join(fitting)}"
+        problems += [f"parallelism.tensor_parallel_degree = {tp} {misfit}; {use}" for misfit in misfits]
+    if par.sequence_parallel and topology.cp == 1:  # with context parallelism _context says it
+        lengths = {"training.seq_len": config.training.seq_len}
+        if config.validation.enable:
+            lengths["validation.seq_len"] = config.validation.seq_len
+        for name, length in lengths.items():
+            if length % tp:
+                below = length // tp * tp
+                problems.append(
+                    f"{name} = {length} does not divide over parallelism.tensor_parallel_degree = {tp}, which"
+                    f" sequence_parallel needs; use {below or tp} or {below + tp}, or sequence_parallel = false"
+                )
+    return problems
+
+
+def _tensor_misfits(args: ModelArgs, tp: int) -> list[str]:
+    """Why the model's sizes cannot be shared by tp ranks: what follows "this degree ..."."""
+    widths = {}
+    if not all(args.has_experts(layer) for layer in range(args.n_layers)):
+        widths["model.ffn_dim"] = args.ffn_dim
+    if args.n_shared_experts:
+        widths["the shared experts' width model.n_shared_experts x moe_ffn_dim"] = (
+            args.n_shared_experts * args.moe_ffn_dim
+        )
+    misfits = [f"does not divide {name} = {width}, which ranks share" for name, width in widths.items() if width % tp]
+    if args.n_heads % tp:
+        misfits.append(f"does not divide model.n_heads = {args.n_heads}, and a rank computes whole heads")
+    elif args.n_kv_heads % tp and tp % args.n_kv_heads:
+        misfits.append(
+            f"and model.n_kv_heads = {args.n_kv_heads}: neither divides the other, so ranks would need parts of heads"
+        )
+    if (tp - 1) * -(-args.vocab_size // tp) >= args.vocab_size:
+        misfits.append(f"leaves ranks without a row of model.vocab_size = {args.vocab_size}")
+    return misfits
+
+
+def device_problems(config: Config, topology: Topology, device_type: str, ranks_per_node: int) -> list[str]:
+    """What cannot work on this kind of device (cpu, cuda), with so many ranks on a node."""
+    if not config.parallelism.enable_async_tensor_parallel:
+        return []
+    if device_type != "cuda":
+        return [
+            "parallelism.enable_async_tensor_parallel = true needs CUDA devices that reach each other's memory, and"
+            f" this run is on {device_type}; leave it out (the result is the same)"
+        ]
+    if topology.tp > ranks_per_node:
+        return [
+            "parallelism.enable_async_tensor_parallel = true works between devices that reach each other's memory,"
+            f" but tensor_parallel_degree = {topology.tp} and a node has {ranks_per_node} ranks; use a degree of at"
+            f" most {ranks_per_node}, or leave it out"
+        ]
+    return []
+
+
+def layout_notes(topology: Topology, ranks_per_node: int) -> list[str]:
+    """What works, but is worth a word in the log."""
+    if topology.tp <= ranks_per_node:
+        return []
+    return [
+        f"parallelism.tensor_parallel_degree = {topology.tp} spans nodes of {ranks_per_node} ranks: every block waits"
+        f" for at least 8 collectives over the network between them. A degree of at most {ranks_per_node} keeps them"
+        " inside a node; data, context and pipeline parallelism need far less between nodes"
+    ]
+
+
+def context_method(config: Config) -> Literal["ring", "allgather", "ulysses"]:
+    """The method asked for, in our words or TorchTitan's."""
+    par = config.parallelism
+    if par.context_parallel_method is not None:
+        return par.context_parallel_method
+    return "allgather" if par.context_parallel_rotate_method == "allgather" else "ring"
+
+
+def _context(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
+    par, problems = config.parallelism, []
+    method, rotate = par.context_parallel_method, par.context_parallel_rotate_method
+    if method is not None and rotate is not None and method != {"alltoall": "ring"}.get(rotate, rotate):
+        problems.append(
+            f"parallelism.context_parallel_rotate_method = {rotate!r} contradicts context_parallel_method ="
+            f" {method!r}; keep one of the two"
+        )
+    cp, tp = topology.cp, topology.tp
+    if cp == 1:
+        return problems
+    chunks = cp if par.context_parallel_load_balancer in (None, "none") else 2 * cp
+    multiple = chunks * (tp if par.sequence_parallel else 1)
+    lengths = {"training.seq_len": config.training.seq_len}
+    if config.validation.enable:
+        lengths["validation.seq_len"] = config.validation.seq_len
+    for name, length in lengths.items():
+        if length % multiple:
+            below = length // multiple * multiple
+            what = f"context_parallel_degree = {cp} ({chunks} chunks)"
+            what += f" and tensor_parallel_degree = {tp} with sequence_parallel" if multiple > chunks else ""
+            problems.append(
+                f"{name} = {length} does not divide over {what}; use a multiple of {multiple}, such as"
+                f" {below or multiple} or {below + multiple}"
+            )
+    if context_method(config) == "ulysses" and args.n_heads // tp % cp:
+        problems.append(
+            f"parallelism.context_parallel_method = 'ulysses' divides the {args.n_heads // tp} query heads of a rank over"
+            f" context_parallel_degree = {cp} ranks; use a degree that divides them, or 'ring'"
+        )
+    return problems
+
+
+def _experts(args: ModelArgs, topology: Topology) -> list[str]:
+    if not args.n_experts:
+        return []
+    degrees = {"context_parallel_degree": topology.cp, "pipeline_parallel_degree": topology.pp}
+    return [
+        f"parallelism.{key} = {degree}: models with experts are not cut this way in this version; only 1"
+        for key, degree in degrees.items()
+        if degree > 1
+    ]
 
 
 def _positive(config: Config) -> list[str]:

@@ -1,6 +1,7 @@
 """Every key of a run, one dataclass per TOML section; the docstring under a field is its --help.
 
-The sections fall into two halves. *What is learned*: model, training (data, batch, seed), optimizer, lr_scheduler.
+The sections fall into two halves. *What is learned*: model, moe, training (data, batch, seed), optimizer,
+lr_scheduler.
 *How it is executed*: parallelism, activation_checkpoint, compile, quantize, comm, ... Changing the second half must
 not change the loss curve beyond rounding.
 
@@ -71,9 +72,10 @@ class Model(Section):
     """Which model is trained. Dimensions left out take the flavor's value."""
 
     name: str = "llama3"
-    """Model family: llama3."""
+    """Model family: llama3, qwen3, mixtral, deepseek_v3."""
     flavor: str = "debug"
-    """Size within the family, e.g. debug, 1B, 3B, 8B, 70B, 405B."""
+    """Size within the family. llama3: debug, 1B, 3B, 8B, 70B, 405B; qwen3: debug, 0.6B, 1.7B, 4B, 8B, 14B, 32B,
+    debug_moe, 30B-A3B, 235B-A22B; mixtral: debug, 8x7B, 8x22B; deepseek_v3: debug, 16B, 671B."""
     tokenizer_path: str = "bpe4k"
     """`bpe4k` (ours, 4,096 tokens), `bytes`, a tokenizer.json, or a folder that holds one."""
     hf_assets_path: str | None = None
@@ -104,6 +106,59 @@ class Model(Section):
     """Share one matrix between embedding and head."""
     max_seq_len: int | None = None
     """Longest context the model is made for, written into exported configs; it bounds nothing here."""
+    qk_norm: bool | None = None
+    """Normalise each query and key head."""
+    n_experts: int | None = None
+    """Routed experts of a layer; 0 = one feed-forward for all tokens."""
+    top_k: int | None = None
+    """Experts each token is sent to."""
+    moe_ffn_dim: int | None = None
+    """Hidden width of one expert."""
+    n_shared_experts: int | None = None
+    """Experts that every token meets besides."""
+    n_dense_layers: int | None = None
+    """Leading layers without experts."""
+    router_score: Literal["softmax", "sigmoid"] | None = None
+    """How the router's logits become scores."""
+    router_normalize: bool | None = None
+    """Divide the scores of a token's experts by their sum."""
+    router_scale: float | None = None
+    """Factor on them after that."""
+    n_expert_groups: int | None = None
+    """Equal groups (nodes) the experts lie in."""
+    n_limited_groups: int | None = None
+    """Groups whose experts one token may use."""
+    kv_lora_rank: int | None = None
+    """Latent attention: width of the vector from which keys and values are made; 0 = ordinary attention."""
+    q_lora_rank: int | None = None
+    """Latent attention: the same for queries; 0 = straight from the residual stream."""
+    qk_nope_head_dim: int | None = None
+    """Latent attention: elements of a query head that are not rotated."""
+    qk_rope_head_dim: int | None = None
+    """Latent attention: elements of a query head that are rotated."""
+    v_head_dim: int | None = None
+    """Latent attention: width of a value head."""
+
+
+@dataclass
+class MixtureOfExperts(Section):
+    """How the load of experts is kept even (docs/experts.md). Only for a model with experts."""
+
+    aux_loss_coefficient: float = 0.0
+    """Weight of the load-balancing loss; 0 = none. It trains, and is not part of the logged loss."""
+    aux_loss_kind: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
+    """Over which tokens an expert's load is counted: a row, a micro-batch (then local_batch_size is part of what is
+    learned), or the global batch of the step before."""
+    z_loss_coefficient: float = 0.0
+    """Weight of the mean squared log-sum-exp of the router's logits; 0 = none."""
+    bias_update_rate: float = 0.0
+    """After each step an expert's selection bias moves by this, up if it got less than its share, else down; 0 = not.
+    DeepSeek-V3: 0.001."""
+    capacity_factor: float = 0.0
+    """An expert takes at most this multiple of its even share of each row, later tokens are dropped; 0 = no limit."""
+    score_before_w2: bool = False
+    """Weigh an expert's hidden vector instead of its output: the same value, and the outputs (dim wide) need not be
+    kept for backward."""
 
 
 @dataclass
@@ -280,6 +335,7 @@ class Config(Section):
 
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
+    moe: MixtureOfExperts = field(default_factory=MixtureOfExperts)
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)

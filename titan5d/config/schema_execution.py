@@ -53,8 +53,12 @@ class Parallelism(Section):
     """With tensor parallelism: norms and residuals on a slice of the sequence."""
     disable_loss_parallel: bool = False
     """With tensor parallelism: gather the logits instead of a vocabulary-parallel loss."""
+    tensor_parallel_regather_input: bool = True
+    """With sequence_parallel: gather the input of q, k, v and of gate, up again in backward instead of keeping it:
+    activations of 1/degree, for two more gathers a block. Not used with activation_checkpoint.mode = full, which
+    gathers again anyway."""
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor-parallel communication with the products (CUDA)."""
+    """With sequence_parallel: run the products in pieces while others travel (CUDA, ranks of one node)."""
     pipeline_parallel_degree: int = 1
     """Ranks that share the stack of layers."""
     module_fqns_per_model_part: list[list[str]] | None = None
@@ -75,12 +79,13 @@ class Parallelism(Section):
     """DualPipeV hides the expert all-to-all behind compute."""
     context_parallel_degree: int = 1
     """Ranks that share one sequence."""
-    context_parallel_method: Literal["ring", "allgather", "ulysses"] = "ring"
-    """How attention sees the whole sequence."""
+    context_parallel_method: Literal["ring", "allgather", "ulysses"] | None = None
+    """How attention sees the whole sequence: ring (keys and values travel, overlapped with compute), allgather (they
+    are gathered first), ulysses (heads are exchanged for sequence). Default: ring."""
     context_parallel_load_balancer: Literal["headtail", "none"] | None = "headtail"
     """headtail = zig-zag, every rank the same causal work."""
-    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """TorchTitan's spelling of context_parallel_method."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] | None = None
+    """TorchTitan's spelling of context_parallel_method: allgather, or alltoall for ring."""
     expert_parallel_degree: int = 1
     """Ranks that share the experts."""
     expert_tensor_parallel_degree: int = 1

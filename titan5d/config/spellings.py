@@ -30,7 +30,7 @@ MOVED = {
 CONVERTERS = {"float8": "quantize.linear.float8", "mx": "quantize.linear.mx"}
 """Old -> new names in model.converters."""
 
-FLAVORS = {"debugmodel": "debug", "debug_model": "debug"}
+FLAVORS = {"debugmodel": "debug", "debug_model": "debug", "debugmodel_moe": "debug_moe"}
 """Old -> new names of model flavors."""
 
 

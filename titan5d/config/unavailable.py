@@ -46,17 +46,11 @@ def unavailable(config: Config) -> list[str]:
             training.dataloader.persistent_workers or config.validation.dataloader.persistent_workers,
             "dataloader.persistent_workers: belongs to num_workers; only false",
         ),
-        (par.tensor_parallel_degree > 1, _cut("tensor_parallel_degree", par.tensor_parallel_degree)),
-        (par.context_parallel_degree > 1, _cut("context_parallel_degree", par.context_parallel_degree)),
         (par.pipeline_parallel_degree > 1, _cut("pipeline_parallel_degree", par.pipeline_parallel_degree)),
         (par.expert_parallel_degree > 1, _cut("expert_parallel_degree", par.expert_parallel_degree)),
         (
             par.expert_tensor_parallel_degree > 1,
             _cut("expert_tensor_parallel_degree", par.expert_tensor_parallel_degree),
-        ),
-        (
-            par.enable_async_tensor_parallel,
-            "parallelism.enable_async_tensor_parallel: needs tensor parallelism",
         ),
         (
             bool(config.model.converters),
@@ -69,10 +63,6 @@ def unavailable(config: Config) -> list[str]:
         (
             checkpoint.enable or checkpoint.create_seed_checkpoint or bool(checkpoint.initial_load_path),
             "checkpoint.enable, create_seed_checkpoint, initial_load_path: checkpoints are not in this version",
-        ),
-        (
-            config.debug.moe_force_load_balance,
-            "debug.moe_force_load_balance: there are no expert models in this version",
         ),
     ]
     return [sentence for wanted, sentence in asked if wanted]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 IGNORE = -100  # label of a position that has no target
+PADDING = -1  # document id of places that hold no token, where a row is filled up
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class Rows:
     """B training rows of S tokens, as numpy arrays of shape (B, S).
 
     tokens, labels, positions: int64. labels[b, i] is the target of tokens[b, i], -100 = none. positions restart
-    at each document. document_ids: int32, 0, 1, 2, ... along a row. several_documents: whether any row holds
-    more than one; if none does, attention needs no document mask.
+    at each document. document_ids: int32, 0, 1, 2, ... along a row, -1 = padding. several_documents: whether any
+    row holds more than one; if none does, attention needs no document mask.
     """
 
     tokens: npt.NDArray[np.int64]

@@ -4,8 +4,8 @@ One JSON object a line: {"tokens": [...], "labels": [...], "document_ids": [...]
 one length; only "tokens" is needed. Label i belongs to token i, -100 is ignored. Without labels: the next token of
 the same document. Without document_ids: a row is one document. Without positions: 0, 1, 2, ... in each document.
 
-A row shorter than seq_len is filled up with token 0, label -100, in a document of its own, so the real tokens
-never see it. Rows are kept in memory (16 bytes a token); large sets belong into token shards.
+A row shorter than seq_len is filled up with token 0, label -100, in document -1, so the real tokens never see it
+and no expert gets it. Rows are kept in memory (16 bytes a token); large sets belong into token shards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan5d.data.dataset import IGNORE, Rows
+from titan5d.data.dataset import IGNORE, PADDING, Rows
 from titan5d.data.errors import DataError
 
 KEYS = ("tokens", "labels", "document_ids", "positions")
@@ -28,7 +28,7 @@ MAX_ID = 2**31 - 1
 class TokenRows:
     """The rows of JSONL files, in file order, padded to `seq_len`.
 
-    With `document_mask` False each row counts as one document (positions 0..S-1), as in packing.
+    With `document_mask` False the tokens of a row count as one document (positions 0..S-1), as in packing.
     Raises DataError naming file, line and numbers for any row that cannot be used; nothing is skipped but blank lines.
     """
 
@@ -39,7 +39,7 @@ class TokenRows:
         table = np.stack(rows)  # (N, 4, S) int32: tokens, labels, document ids, positions
         self._tokens, self._labels, self._document_ids, self._positions = np.moveaxis(table, 1, 0)
         if not document_mask:
-            self._document_ids = np.zeros_like(self._document_ids)
+            self._document_ids = np.where(self._document_ids == PADDING, PADDING, np.int32(0))
             self._positions = np.broadcast_to(np.arange(seq_len, dtype=np.int32), self._positions.shape)
         self.seq_len = seq_len
         self.n_samples = len(rows)
@@ -138,6 +138,6 @@ def _padded(row: npt.NDArray[np.int32], seq_len: int) -> npt.NDArray[np.int32]:
         return row
     padding = np.empty((4, seq_len - n), np.int32)
     padding[0], padding[1] = 0, IGNORE
-    padding[2] = row[2].max() + 1
+    padding[2] = PADDING
     padding[3] = np.arange(seq_len - n)
     return np.concatenate([row, padding], axis=1)

@@ -132,16 +132,25 @@ class JsonTokenizer(Tokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        if self._words is None:
-            return self._encode_batch(texts)
-        by_library = iter(self._encode_batch([text for text in texts if not text.isascii()]))
-        return [self._words.encode(text) if text.isascii() else next(by_library) for text in texts]
+        pieces = [cut_long_text(text) for text in texts]
+        ids: list[list[int]] = [[] for _ in texts]
+        together: list[tuple[int, str]] = []  # short texts are encoded in one call
+        for i, cut in enumerate(pieces):
+            if self._words is not None and texts[i].isascii():
+                ids[i] = [token for piece in cut for token in self._words.encode(piece)]
+            elif len(cut) > 1:
+                ids[i] = [token for piece in cut for token in self._encode([piece])[0]]
+            else:
+                together.append((i, texts[i]))
+        encoded = self._encode([text for _, text in together])
+        for (i, _), text_ids in zip(together, encoded, strict=True):
+            ids[i] = text_ids
+        return ids
 
-    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
-        cuts = [cut_long_text(text) for text in texts]
-        flat = [piece for cut in cuts for piece in cut]
-        encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
-        return [[i for _ in cut for i in next(encoded).ids] for cut in cuts]
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [
+            encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan5d.config.check import Layout, check
+from titan5d.config.check import Layout, check, device_problems, layout_notes
 from titan5d.config.load import ConfigError, load_config, to_toml
 from titan5d.config.schema import Config
 from titan5d.data.dataset import Dataset
@@ -68,10 +68,14 @@ def prepare(
     """Reads and checks a run's config for a world of ranks. Raises ConfigError with everything that cannot work."""
     notes: list[str] = []
     config = load_config(argv, notes)
-    args = model_args(config.model)
+    args = model_args(config.model, config.moe, config.debug.moe_force_load_balance)
     layout = check(config, args, world_size)
-    if problems := memory_problems(config, args, layout, device_type(config), local_world_size):
+    device = device_type(config)
+    problems = memory_problems(config, args, layout, device, local_world_size)
+    problems += device_problems(config, layout.topology, device, local_world_size)
+    if problems:
         raise ConfigError(problems)
+    notes += layout_notes(layout.topology, local_world_size)
     return config, args, layout, notes
 
 

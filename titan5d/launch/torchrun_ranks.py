@@ -172,7 +172,7 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str], nodes: Nodes) -> Ru
         ranks = asked or ranks_on_a_node(config.parallelism, device, gpus, nodes.count)
         if device == "cuda" and ranks > gpus:
             raise Refused(f"refused: NGPU={ranks} ranks, but there are {gpus} GPUs here; a GPU holds one rank")
-        args = model_args(config.model)
+        args = model_args(config.model, config.moe, config.debug.moe_force_load_balance)
         layout = check(config, args, ranks * nodes.count)
         if device == "cpu":  # with GPUs each rank asks its own
             misfits = memory_problems(config, args, layout, device, ranks) + too_many(ranks, machine_memory())

@@ -142,8 +142,8 @@ class ModelArgs:
         if unknown := sorted(given.keys() - {field.name for field in fields(self)}):
             raise TypeError(f"ModelArgs has no field {', '.join(unknown)}")
         latent = given.get("kv_lora_rank", self.kv_lora_rank) > 0
-        parts = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim") if latent else ("dim", "n_heads", "kv_lora_rank")
-        if any(part in given for part in parts) and "head_dim" not in given:
+        made_of = {"qk_nope_head_dim", "qk_rope_head_dim"} if latent else {"dim", "n_heads"}
+        if (made_of | {"kv_lora_rank"}) & given.keys() and "head_dim" not in given:
             given["head_dim"] = 0
         if latent and "n_heads" in given and "n_kv_heads" not in given:
             given["n_kv_heads"] = given["n_heads"]
@@ -158,9 +158,13 @@ class ModelArgs:
             if getattr(self, name) < 1
         ]
         if self.norm_eps <= 0:
-            found.append(f"model.norm_eps = {self.norm_eps}, but it keeps a division finite, so it is above 0 (1e-5)")
+            found.append(
+                f"model.norm_eps = {self.norm_eps}, but it keeps a division finite, so it is above 0 (1e-5)"
+            )
         if self.rope_theta <= 1:
-            found.append(f"model.rope_theta = {self.rope_theta}, but it is the base of a power, so above 1 (10000)")
+            found.append(
+                f"model.rope_theta = {self.rope_theta}, but it is the base of a power, so above 1 (10000)"
+            )
         if self.rope_scaling is not None:
             found += self.rope_scaling.problems()
         found += _latent_problems(self) if self.kv_lora_rank else _head_problems(self)
@@ -197,7 +201,8 @@ def _latent_problems(args: ModelArgs) -> list[str]:
         )
     if rope < 2 or rope % 2:
         found.append(
-            f"model.qk_rope_head_dim = {rope}, but rotary embedding turns pairs of elements: use an even width, 2 or more"
+            f"model.qk_rope_head_dim = {rope}, but rotary embedding turns pairs of elements: use an even width, 2 or"
+            " more"
         )
     if args.head_dim != nope + rope:
         found.append(
@@ -215,7 +220,9 @@ def _latent_problems(args: ModelArgs) -> list[str]:
             f" {args.n_heads} query heads; leave model.n_kv_heads out"
         )
     if args.qk_norm:
-        found.append("model.qk_norm = true, but latent attention normalises its latent vectors instead; leave it out")
+        found.append(
+            "model.qk_norm = true, but latent attention normalises its latent vectors instead; leave it out"
+        )
     return found
 
 
@@ -224,14 +231,14 @@ def _expert_problems(args: ModelArgs) -> list[str]:
     found = args.balance.problems()
     if experts < 1 or args.moe_ffn_dim < 1 or args.n_shared_experts < 0 or args.n_dense_layers < 0:
         found.append(
-            f"model.n_experts = {experts}, moe_ffn_dim = {args.moe_ffn_dim}, n_shared_experts = {args.n_shared_experts},"
-            f" n_dense_layers = {args.n_dense_layers}: an expert model needs n_experts and moe_ffn_dim of 1 or more, the"
-            " others 0 or more"
+            f"model.n_experts = {experts}, moe_ffn_dim = {args.moe_ffn_dim}, n_shared_experts ="
+            f" {args.n_shared_experts}, n_dense_layers = {args.n_dense_layers}: a model with experts needs n_experts"
+            " and moe_ffn_dim of 1 or more, the others 0 or more"
         )
     if args.n_dense_layers >= args.n_layers:
         found.append(
-            f"model.n_dense_layers = {args.n_dense_layers} leaves none of the model.n_layers = {args.n_layers} layers for"
-            " experts; use fewer, or model.n_experts = 0"
+            f"model.n_dense_layers = {args.n_dense_layers} leaves none of the model.n_layers = {args.n_layers} layers"
+            " for experts; use fewer, or model.n_experts = 0"
         )
     if groups < 1 or experts % groups or not 1 <= limit <= groups:
         found.append(
@@ -259,7 +266,8 @@ def _no_expert_problems(args: ModelArgs) -> list[str]:
         key = next(one.name for one in fields(Balance) if getattr(args.balance, one.name) != one.default)
         section = "debug.moe_" if key == "force_load_balance" else "moe."
         found.append(
-            f"{section}{key} = {getattr(args.balance, key)} acts on experts, but this model has none (model.n_experts = 0)"
+            f"{section}{key} = {getattr(args.balance, key)} acts on experts, but this model has none (model.n_experts"
+            " = 0)"
         )
     return found
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 
 def count_choices(experts: Tensor, n_experts: int) -> Tensor:
-    """How often each row chose each expert: (B, S, k) -> (B, n_experts) int64. Numbers from n_experts on count nowhere."""
+    """How often each row chose each expert: (B, S, k) -> (B, n_experts) int64. n_experts stands for nowhere."""
     rows = experts.shape[0]
     first = torch.arange(rows, device=experts.device)[:, None] * (n_experts + 1)
     key = (experts.flatten(1) + first).flatten()  # (B * S * k,)

@@ -118,9 +118,8 @@ class Decoder(nn.Module):
 
     def routers(self) -> dict[str, Router]:
         """The routers of the layers here that have experts, by the global number of their layer."""
-        return {
-            name: block.feed_forward.router for name, block in self.layers.items() if isinstance(block.feed_forward, MoE)
-        }
+        feed_forwards = {name: block.feed_forward for name, block in self.layers.items()}
+        return {name: moe.router for name, moe in feed_forwards.items() if isinstance(moe, MoE)}
 
     def forward(
         self,

@@ -20,7 +20,7 @@ from titan5d.models.hf_names import HFNames, block_names, expert_names, norm_nam
 from titan5d.models.rope_scaling import YarnScaling, yarn_mscale
 
 FLAVORS: dict[str, ModelArgs] = {
-    # 8,352,640 parameters, 4,813,696 of them active
+    # 8,436,608 parameters, 4,897,664 of them active
     "debug": ModelArgs(
         dim=256,
         n_layers=4,
@@ -44,7 +44,7 @@ FLAVORS: dict[str, ModelArgs] = {
         qk_rope_head_dim=16,
         v_head_dim=32,
     ),
-    # 15,960,110,208 parameters, 3,361,873,664 active
+    # 15,960,108,544 parameters, 2,914,774,528 active
     "16B": ModelArgs(
         dim=2048,
         n_layers=27,
@@ -66,7 +66,7 @@ FLAVORS: dict[str, ModelArgs] = {
         qk_rope_head_dim=64,
         v_head_dim=128,
     ),
-    # 671,026,404,352 parameters, 37,549,370,368 active
+    # 671,026,404,352 parameters, 37,552,282,624 active
     "671B": ModelArgs(
         dim=7168,
         n_layers=61,
@@ -113,7 +113,12 @@ def hf_name_map(args: ModelArgs) -> HFNames:
 
 
 def _latent_attention_names(args: ModelArgs) -> dict[str, str]:
-    modules = {"wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj", "wo": "o_proj"}
+    modules = {
+        "wkv_a": "kv_a_proj_with_mqa",
+        "kv_norm": "kv_a_layernorm",
+        "wkv_b": "kv_b_proj",
+        "wo": "o_proj",
+    }
     biased = ["wkv_a", "wo"]
     if args.q_lora_rank:
         modules |= {"wq_a": "q_a_proj", "q_norm": "q_a_layernorm", "wq_b": "q_b_proj"}
@@ -222,6 +227,7 @@ def _parse_yarn(config: Mapping[str, Any], scaling: Any) -> Any:
     if not mscale or mscale != mscale_all_dim or rope.get("attention_factor") not in (None, 1.0):
         raise ValueError(
             f"config.json: yarn with mscale = {mscale}, mscale_all_dim = {mscale_all_dim}, attention_factor ="
-            f" {rope.get('attention_factor')}; only mscale = mscale_all_dim above 0, without another factor, is built here"
+            f" {rope.get('attention_factor')}; only mscale = mscale_all_dim above 0, without attention_factor, is built"
+            " here"
         )
     return replace(scaling, attention_factor=yarn_mscale(scaling.factor, mscale_all_dim))

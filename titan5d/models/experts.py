@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from titan5d.models.feed_forward import swiglu
+from titan5d.models.grouped_mm import grouped_mm
 
 
 class Experts(nn.Module):
@@ -41,7 +42,6 @@ class Experts(nn.Module):
             has_tail: whether rows may follow that belong to no expert; they come out as zeros.
             weights: (N,) fp32 to weigh the hidden vectors by; None = not here.
         """
-        grouped_mm = torch.ops.titan5d.grouped_mm
         gate = grouped_mm(rows, self.w1, ends, has_tail)  # (N, ffn_dim)
         up = grouped_mm(rows, self.w3, ends, has_tail)  # (N, ffn_dim)
         hidden = swiglu(gate, up) if weights is None else _WeightedSwiGLU.apply(gate, up, weights)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-_kernel = getattr(F, "grouped_mm", None)
+_kernel: Any = getattr(F, "grouped_mm", None)
 
 
 def has_kernel(left: Tensor, right: Tensor) -> bool:
@@ -28,7 +28,9 @@ def has_kernel(left: Tensor, right: Tensor) -> bool:
     types = (torch.bfloat16,) if left.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     # each row must begin at a multiple of 16 bytes
     widths = (left.shape[-1], right.shape[-1], right.shape[-2])
-    return _kernel is not None and left.dtype in types and all(n * left.element_size() % 16 == 0 for n in widths)
+    return (
+        _kernel is not None and left.dtype in types and all(n * left.element_size() % 16 == 0 for n in widths)
+    )
 
 
 @torch.library.custom_op("titan5d::grouped_mm", mutates_args=())
@@ -103,9 +105,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     rows, weight, ends = ctx.saved_tensors
     grad_rows = grad_weight = None
     if ctx.needs_input_grad[0]:
-        grad_rows = torch.ops.titan5d.grouped_mm(grad, weight.transpose(-2, -1), ends, ctx.has_tail)
+        grad_rows = grouped_mm(grad, weight.transpose(-2, -1), ends, ctx.has_tail)
     if ctx.needs_input_grad[1]:
-        grad_weight = torch.ops.titan5d.grouped_mm_weight(grad, rows, ends)
+        grad_weight = grouped_mm_weight(grad, rows, ends)
     return grad_rows, grad_weight, None, None
 
 

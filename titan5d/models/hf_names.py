@@ -41,7 +41,7 @@ def norm_names() -> dict[str, str]:
 
 def attention_names(args: ModelArgs) -> dict[str, str]:
     """The attention of a block: Llama's names, Qwen3's for the norms of queries and keys."""
-    names = {}
+    names: dict[str, str] = {}
     kinds = ("weight", "bias") if args.attention_bias else ("weight",)
     for ours, theirs in (("wq", "q_proj"), ("wk", "k_proj"), ("wv", "v_proj"), ("wo", "o_proj")):
         names |= {f"attention.{ours}.{kind}": f"self_attn.{theirs}.{kind}" for kind in kinds}
@@ -76,7 +76,7 @@ def block_names(names: Mapping[str, str | tuple[str, ...]], layer: int) -> HFNam
 
 
 def to_hf(names: Mapping[str, str | tuple[str, ...]], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors under Hugging Face's names; stacks become views of their parts. Names it has none for are left out."""
+    """Our tensors under Hugging Face's names; a stack gives views of its parts. Other tensors are left out."""
     tensors: dict[str, Tensor] = {}
     for ours, theirs in names.items():
         if ours not in state:

@@ -62,9 +62,9 @@ class InitSpec:
 def init_specs(args: ModelArgs) -> dict[str, InitSpec]:
     """How each parameter of `Decoder(args)` starts, by name.
 
-    Projections and routers: normal(0.02) cut at 3 std; those that write into the residual stream (wo, w2) 0.02 / sqrt(2 (l + 1)) in
-    layer l, so that the stream's variance does not grow with depth (GPT-2's rule, by layer). Embedding: std 1; tied: as
-    the head. Head: dim ** -0.5, so that logits start at about unit scale. Norms 1, biases 0.
+    Projections and routers: normal(0.02) cut at 3 std; those that write into the residual stream (wo, w2)
+    0.02 / sqrt(2 (l + 1)) in layer l, so that the stream's variance does not grow with depth (GPT-2's rule, by layer).
+    Embedding: std 1; tied: as the head. Head: dim ** -0.5, so that logits start at about unit scale. Norms 1, biases 0.
     """
     ones = InitSpec("ones")
     head_std = args.dim**-0.5

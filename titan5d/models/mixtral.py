@@ -10,10 +10,17 @@ from typing import Any
 
 from titan5d.models.args import ModelArgs
 from titan5d.models.hf_config import REQUIRED, checked, common_fields, read_common
-from titan5d.models.hf_names import HFNames, attention_names, block_names, expert_names, norm_names, outer_names
+from titan5d.models.hf_names import (
+    HFNames,
+    attention_names,
+    block_names,
+    expert_names,
+    norm_names,
+    outer_names,
+)
 
 FLAVORS: dict[str, ModelArgs] = {
-    # 9,180,416 parameters, 4,461,824 of them active
+    # 9,185,536 parameters, 4,466,944 of them active
     "debug": ModelArgs(
         dim=256,
         n_layers=4,
@@ -39,7 +46,7 @@ FLAVORS: dict[str, ModelArgs] = {
         top_k=2,
         moe_ffn_dim=14336,
     ),
-    # 140,620,634,112 parameters, 39,151,294,464 active
+    # 140,620,634,112 parameters, 39,152,031,744 active
     "8x22B": ModelArgs(
         dim=6144,
         n_layers=56,

@@ -72,7 +72,8 @@ class LatentAttention(nn.Module):
         factor = self.score_factor
         q_nope = q_nope * factor if factor != 1.0 else q_nope
         q_rope = apply_rotary(_halves(q_rope), cos * factor, sin * factor)
-        k_rope = apply_rotary(_halves(k_rope.unsqueeze(2)), cos, sin)  # (B, S, 1, rope)
+        k_rope = _halves(self.products.shared(k_rope).unsqueeze(2))  # (B, S, 1, rope)
+        k_rope = apply_rotary(k_rope, cos, sin)
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
         out = self.core(q, k, F.pad(v, (0, k.shape[-1] - self.v_dim)), mask)[..., : self.v_dim]

@@ -90,7 +90,9 @@ class MoE(nn.Module):
         order = sort_by_expert(experts.flatten(0, 1), self.router.n_experts)
         rows = permute(x.flatten(0, 1), order)  # (T k, D)
         weights = weights.flatten(0, 1)  # (T, k)
-        weights_of_rows = weights.flatten().index_select(0, order.choice) if self.score_before_w2 else None  # (T k,)
+        weights_of_rows = (
+            weights.flatten().index_select(0, order.choice) if self.score_before_w2 else None
+        )  # (T k,)
         has_tail = padding is not None or self.capacity_factor > 0
 
         sent = self.exchange.send(Rows(rows, order.ends, has_tail, weights_of_rows))

@@ -50,7 +50,11 @@ def count_parameters(args: ModelArgs) -> ParameterCount:
     head = args.dim + (0 if args.tie_embeddings else matrix)
     total = matrix + n_dense_layers * dense_layer + n_expert_layers * expert_layer + head
     largest_layer = max(dense_layer if n_dense_layers else 0, expert_layer if n_expert_layers else 0)
-    products = args.n_layers * projections + n_dense_layers * dense + n_expert_layers * (always + args.top_k * expert)
+    products = (
+        args.n_layers * projections
+        + n_dense_layers * dense
+        + n_expert_layers * (always + args.top_k * expert)
+    )
     return ParameterCount(
         total=total,
         embedding=matrix,

@@ -56,7 +56,7 @@ def combine(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
     """
     if weights is None:
         return _Sum.apply(rows, order.choice, order.place)
-    return _WeightedSum.apply(rows, weights, order.choice, order.place)
+    return _WeightedSum.apply(rows, weights, order.place)
 
 
 def _gather(tokens: Tensor, choice: Tensor, place: Tensor) -> Tensor:
@@ -100,19 +100,19 @@ class _Sum(torch.autograd.Function):
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, choice: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, choice, place)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, place)
         return _add_slots(rows, place, weights).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, weights, choice, place = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights, place = ctx.saved_tensors
         grad_weights = torch.empty_like(weights)
         grad_rows = torch.empty_like(rows)
         for slot in range(place.shape[1]):
-            where = place[:, slot]
             # d/dweight: the token's gradient times the row; d/drow: the gradient times the weight
-            grad_weights[:, slot] = torch.linalg.vecdot(rows.index_select(0, where).to(weights.dtype), grad.to(weights.dtype))
-            grad_rows.index_copy_(0, where, (grad * weights[:, slot, None]).to(rows.dtype))
-        return grad_rows, grad_weights, None, None
+            row = rows.index_select(0, place[:, slot])
+            grad_weights[:, slot] = torch.linalg.vecdot(row.to(weights.dtype), grad.to(weights.dtype))
+            grad_rows.index_copy_(0, place[:, slot], (grad * weights[:, slot, None]).to(rows.dtype))
+        return grad_rows, grad_weights, None

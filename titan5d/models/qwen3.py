@@ -1,4 +1,4 @@
-"""The Qwen3 family (arXiv:2505.09388), dense and with experts: sizes, and names and config fields in Hugging Face's format.
+"""The Qwen3 family (arXiv:2505.09388), dense and with experts: sizes, and Hugging Face's names and config fields.
 
 Queries and keys are normalised by head. The models with experts have 128 in every layer, a token uses 8, and their
 softmax scores are normalised.
@@ -22,7 +22,9 @@ from titan5d.models.hf_names import (
 )
 
 
-def _published(dim: int, n_layers: int, n_heads: int, ffn_dim: int, tied: bool = False, **more: int) -> ModelArgs:
+def _published(
+    dim: int, n_layers: int, n_heads: int, ffn_dim: int, tied: bool = False, **more: int
+) -> ModelArgs:
     return ModelArgs(
         dim=dim,
         n_layers=n_layers,
@@ -60,11 +62,11 @@ FLAVORS: dict[str, ModelArgs] = {
     "8B": _published(4096, 36, 32, 12288),  # 8,190,735,360
     "14B": _published(5120, 40, 40, 17408),  # 14,768,307,200
     "32B": _published(5120, 64, 64, 25600),  # 32,762,123,264
-    # 9,197,056 parameters, 4,478,464 of them active
+    # 9,193,984 parameters, 4,475,392 of them active
     "debug_moe": _DEBUG.with_overrides(n_layers=4, n_experts=16, top_k=4, moe_ffn_dim=128),
     # 30,532,122,624 parameters, 3,353,032,704 active
     "30B-A3B": _published(2048, 48, 32, 6144, n_kv_heads=4, n_experts=128, top_k=8, moe_ffn_dim=768),
-    # 235,093,634,560 parameters, 22,190,763,008 active
+    # 235,093,634,560 parameters, 22,190,763,520 active
     "235B-A22B": _published(4096, 94, 64, 12288, n_kv_heads=4, n_experts=128, top_k=8, moe_ffn_dim=1536),
 }
 
@@ -128,8 +130,10 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
     Raises ValueError listing everything in it that this model is not.
     """
     with_experts = config.get("model_type") == "qwen3_moe"
-    only = {"model_type": "qwen3_moe" if with_experts else "qwen3", "hidden_act": "silu", "use_sliding_window": False}
-    required, experts = REQUIRED, {}
+    only: dict[str, Any] = {"model_type": "qwen3_moe" if with_experts else "qwen3"}
+    only |= {"hidden_act": "silu", "use_sliding_window": False}
+    required: tuple[str, ...] = REQUIRED
+    experts: dict[str, Any] = {}
     # absent fields: the defaults of Hugging Face's Qwen3Config and Qwen3MoeConfig
     head_dim = config.get("head_dim") or (0 if with_experts else 128)
     if with_experts:

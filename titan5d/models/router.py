@@ -41,7 +41,7 @@ class Router(nn.Module):
         bias: (E,) fp32, saved: the selection bias.
         load: (E,) int64, saved: choices of each expert in the whole step before.
         step_counts: (E + 1,) int64: choices of each expert so far in this step, and how many choices were dropped.
-        step_sums: (3,) fp32, the same of: entropy of the scores (nats, summed over tokens), load-balancing loss, z-loss.
+        step_sums: (3,) fp32, sums so far of: entropy of the scores (nats, over tokens), load-balancing loss, z-loss.
         sum_over_row: adds up counts (B, E) over the devices that hold parts of these rows; here there is one.
     """
 
@@ -122,7 +122,9 @@ class Router(nn.Module):
     def _choose(self, scores: Tensor) -> Tensor:
         """The top_k experts of each token: (B, S, E) -> (B, S, top_k)."""
         if self.balance.force_load_balance:
-            turns = torch.arange(scores.shape[:-1].numel() * self.top_k, device=scores.device) % self.n_experts
+            turns = (
+                torch.arange(scores.shape[:-1].numel() * self.top_k, device=scores.device) % self.n_experts
+            )
             return turns.view(*scores.shape[:-1], self.top_k)
         choice = scores + self.bias
         if self.n_limited_groups < self.n_groups:
@@ -134,7 +136,13 @@ class Router(nn.Module):
         return choice.topk(self.top_k, dim=-1).indices
 
     def _balanced(
-        self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, sent: Tensor, padding: Tensor | None
+        self,
+        weights: Tensor,
+        logits: Tensor,
+        scores: Tensor,
+        experts: Tensor,
+        sent: Tensor,
+        padding: Tensor | None,
     ) -> Tensor:
         """The weights, with the gradients of the losses attached; sets the statistics of this micro-batch."""
         shares = scores if self.score == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
@@ -164,7 +172,9 @@ class Router(nn.Module):
             rows: sequences.
             micro_batches: forward passes whose rows differ.
         """
-        parts = {"sequence": rows, "micro_batch": micro_batches, "global_batch": tokens}[self.balance.aux_loss_kind]
+        parts = {"sequence": rows, "micro_batch": micro_batches, "global_batch": tokens}[
+            self.balance.aux_loss_kind
+        ]
         aux = self.balance.aux_loss_coefficient / parts
         self.factors.copy_(torch.tensor([aux, self.balance.z_loss_coefficient / tokens]))
 

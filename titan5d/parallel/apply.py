@@ -13,6 +13,7 @@ import torch
 from titan5d.config.schema_execution import ActivationCheckpoint, Compile
 from titan5d.models.decoder import Decoder, ModelArgs
 from titan5d.parallel.compile import apply_compile
+from titan5d.parallel.context import ContextParallel, apply_context_parallel
 from titan5d.parallel.data import DataParallel, apply_data_parallel
 from titan5d.parallel.initialize import initialize
 from titan5d.parallel.mesh import Meshes
@@ -30,16 +31,17 @@ def build_parallel_model(
     seed: int,
     device: torch.device,
     tensor: TensorParallel | None = None,
+    context: ContextParallel | None = None,
 ) -> Decoder:
     """This rank's part of the model, on `device`, filled with its part of the initial weights.
 
     Args:
         dtype: storage type of parameters, gradients and optimizer state.
-        tensor: how the tensor axis is executed; None = with its defaults.
+        tensor, context: how these axes are executed; None = with their defaults.
     """
     with torch.device("meta"):
         model = Decoder(args).to(dtype)
-    parallelize(model, meshes, data, recompute, compile, tensor)
+    parallelize(model, meshes, data, recompute, compile, tensor, context)
     model.to_empty(device="cpu" if data.cpu_offload else device)
     initialize(model, seed)
     model.init_buffers(device)
@@ -53,11 +55,14 @@ def parallelize(
     recompute: ActivationCheckpoint,
     compile: Compile,
     tensor: TensorParallel | None = None,
+    context: ContextParallel | None = None,
 ) -> None:
     """Cuts `model` (on the meta device) in place for this rank."""
     if meshes.topology.tp > 1:
         apply_tensor_parallel(model, meshes.parameters["tp"], tensor or TensorParallel())
-    apply_recompute(model, recompute)
+    if meshes.topology.cp > 1:
+        apply_context_parallel(model, meshes.group("cp"), context or ContextParallel())
+    apply_recompute(model, recompute, compile.enable)
     if compile.enable:
         apply_compile(model, compile.components, compile.backend)
     topology = meshes.topology

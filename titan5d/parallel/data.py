@@ -21,7 +21,7 @@ averaged: the loss is already divided by the token count of the whole step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -86,12 +86,18 @@ def apply_data_parallel(model: Decoder, mesh: DeviceMesh, plan: DataParallel) ->
         # tables, which must stay fp32.
         cast_forward_inputs=False,
     )
+    # A router decides by differences that bf16 does not have. Its weight stays out of its block's unit and is gathered
+    # in fp32 with the model's own, before the first block: inside a block, a hook would break a compiled graph.
+    routers = {router.weight for router in model.routers().values()}
+    whole = replace(precision, param_dtype=torch.float32)
     offload: OffloadPolicy = CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy()
     wrapped = units(model)
     for index, unit in enumerate(wrapped):
         modules: Any = unit if len(unit) > 1 else unit[0]
         if plan.stage == 0:
-            replicate(modules, mesh=mesh, mp_policy=precision, offload_policy=offload)
+            replicate(
+                modules, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=routers
+            )
             continue
         # The last unit is needed again at once by backward: freeing it would only gather it twice.
         last = index == len(wrapped) - 1 and len(wrapped) > 1
@@ -99,15 +105,20 @@ def apply_data_parallel(model: Decoder, mesh: DeviceMesh, plan: DataParallel) ->
         if reshard and plan.reshard_degree is not None:
             reshard = plan.reshard_degree
         fully_shard(
-            modules, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
+            modules,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=reshard,
+            ignored_params=routers,
         )
     if plan.stage == 0:
-        replicate(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        replicate(model, mesh=mesh, mp_policy=whole, offload_policy=offload)
     else:
         fully_shard(
             model,
             mesh=mesh,
-            mp_policy=precision,
+            mp_policy=whole,
             offload_policy=offload,
             reshard_after_forward=plan.stage == 3,
         )

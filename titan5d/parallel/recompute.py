@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan5d.config.schema_execution import ActivationCheckpoint
 from titan5d.models.decoder import Decoder
+from titan5d.models.grouped_mm import grouped_mm
 from titan5d.parallel.tensor_products import gather_products, product_sum
 
 aten = torch.ops.aten
@@ -32,13 +34,17 @@ MATRIX_PRODUCTS = (
     aten.bmm.default,
     aten._scaled_mm.default,
     gather_products._opoverload,
+    grouped_mm._opoverload,
     product_sum._opoverload,
 )
 """What selective recompute keeps by default."""
+CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+"""Kept where a compiled block has DTensors on the CPU. To recompute it, torch 2.13 saves a generator state (attention
+is marked random, for its dropout) behind the DTensors' mesh, where its own runtime does not look for it, and fails."""
 
 
-def apply_recompute(model: Decoder, config: ActivationCheckpoint) -> None:
-    """Replaces the forward of every block (in place) as `config.mode` says."""
+def apply_recompute(model: Decoder, config: ActivationCheckpoint, compiled: bool = False) -> None:
+    """Replaces the forward of every block (in place) as `config.mode` says. compiled: the blocks will be compiled."""
     if config.mode == "none":
         return
     if config.mode == "memory_budget":
@@ -46,18 +52,21 @@ def apply_recompute(model: Decoder, config: ActivationCheckpoint) -> None:
         torch._functorch.config.activation_memory_budget = config.memory_budget
         torch._functorch.config.visualize_memory_budget_pareto = config.visualize_memory_budget_pareto
         return
-    every, context_fn = 1, None
+    every = 1
+    kept_ops: tuple[Any, ...] = ()
     if config.mode == "selective":
         if config.selective_ac_option == "op":
-            context_fn = None  # made per block below
+            kept_ops = MATRIX_PRODUCTS
         else:
             every = int(config.selective_ac_option)
     for index, block in enumerate(model.layers.values()):
         if index % every:
             continue
-        if config.mode == "selective" and config.selective_ac_option == "op":
+        kept = (*kept_ops, CPU_ATTENTION) if compiled and _has_cpu_dtensors(block) else kept_ops
+        context_fn = None
+        if kept:
             skip = _weight_shapes(block, config.per_op_sac_force_recompute_mm_shapes_by_fqns)
-            context_fn = partial(create_selective_checkpoint_contexts, partial(_keep_products, skip=skip))
+            context_fn = partial(create_selective_checkpoint_contexts, partial(_keep, kept=kept, skip=skip))
         block.forward = _checkpointed(block.forward, config, context_fn)
 
 
@@ -76,14 +85,18 @@ def _checkpointed(
     return lambda *args, **kwargs: checkpoint(forward, *args, **options, **kwargs)
 
 
-def _keep_products(
-    context: Any, op: Any, *args: Any, skip: frozenset[tuple[int, ...]], **kwargs: Any
+def _keep(
+    context: Any, op: Any, *args: Any, kept: tuple[Any, ...], skip: frozenset[tuple[int, ...]], **kwargs: Any
 ) -> CheckpointPolicy:
-    if op not in MATRIX_PRODUCTS:
+    if op not in kept:
         return CheckpointPolicy.PREFER_RECOMPUTE
     if any(isinstance(arg, torch.Tensor) and tuple(arg.shape) in skip for arg in args):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
+
+
+def _has_cpu_dtensors(block: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) and p.device_mesh.device_type == "cpu" for p in block.parameters())
 
 
 def _weight_shapes(block: nn.Module, names: list[str]) -> frozenset[tuple[int, ...]]:

@@ -12,6 +12,7 @@ Axis sliced: the width of each matrix, and between the products the sequence. t 
     wq, wk, wv; w1, w3             Shard(0)        outputs ("column"): rank r makes its heads, its slice of the width
     wo; w2                         Shard(1)        inputs ("row"): rank r's summand of the output
     wk, wv with n_kv_heads < t     Replicate       each rank uses the one head its queries read
+    latent attention's down        Replicate       nothing: they are small, and all heads read what they make
     tok_embeddings, output         Shard(0)        vocabulary (vocab_parallel.py)
     all norms                      Replicate       nothing
 
@@ -26,15 +27,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from titan5d.models.attention import Attention
 from titan5d.models.decoder import Decoder
+from titan5d.models.experts import Experts
 from titan5d.models.feed_forward import FeedForward
+from titan5d.models.mla import LatentAttention
 from titan5d.models.norm import RMSNorm, rms_norm
 from titan5d.models.output import OutputHead
+from titan5d.models.router import Router
 from titan5d.parallel.tensor_collectives import TensorCut
 from titan5d.parallel.tensor_products import TensorParallelProducts, local_replica
 from titan5d.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
@@ -67,11 +72,21 @@ REPLICATED: Placements = {"weight": Replicate(), "bias": Replicate()}
 PLAN: dict[type[nn.Module], dict[str, Placements]] = {
     nn.Embedding: {"": COLUMN},
     Attention: {"wq": COLUMN, "wk": COLUMN, "wv": COLUMN, "wo": ROW},
+    LatentAttention: {
+        "wq": COLUMN,
+        "wq_a": REPLICATED,
+        "wq_b": COLUMN,
+        "wkv_a": REPLICATED,
+        "wkv_b": COLUMN,
+        "wo": ROW,
+    },
     FeedForward: {"w1": COLUMN, "w3": COLUMN, "w2": ROW},
     RMSNorm: {"": REPLICATED},
     OutputHead: {"": COLUMN},
 }
 FEW_KV_HEADS: dict[str, Placements] = {"wk": REPLICATED, "wv": REPLICATED}
+LATER = (Router, Experts)
+"""Placed by the expert cut, which comes next."""
 
 
 class ReplicatedNorm(RMSNorm):
@@ -87,6 +102,19 @@ class ReplicatedNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, local_replica(self.weight, self.partial), self.eps)
+
+
+class ReplicatedLinear(nn.Linear):
+    """A linear layer whose weight is a replicated DTensor; `partial` as in ReplicatedNorm."""
+
+    def __init__(self, linear: nn.Linear, partial: bool) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias, self.partial = linear.weight, linear.bias, partial
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else local_replica(self.bias, self.partial)
+        return F.linear(x, local_replica(self.weight, self.partial), bias)
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, plan: TensorParallel) -> None:
@@ -111,19 +139,23 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, plan: TensorParallel
         if isinstance(module, Attention) and few_kv_heads:
             parts = parts | FEW_KV_HEADS
         for name, placements in parts.items():
-            _distribute(module.get_submodule(name), mesh, placements)
+            part = getattr(module, name) if name else module
+            if part is not None:
+                _distribute(part, mesh, placements)
     if model.args.tie_embeddings and model.tok_embeddings is not None and model.output is not None:
         model.output.weight = model.tok_embeddings.weight  # two names of one tensor again
     _check_complete(model)
 
     products = TensorParallelProducts(cut, _kv_rows(model, cut) if few_kv_heads else None)
     for module in list(model.modules()):
-        if isinstance(module, Attention | FeedForward):
+        if isinstance(module, Attention | LatentAttention | FeedForward):
             module.products = products
         for name, child in module.named_children():
             if isinstance(child, RMSNorm):
                 own_heads = isinstance(module, Attention)  # norms of query and key heads
                 setattr(module, name, ReplicatedNorm(child, partial=own_heads or plan.sequence_parallel))
+            elif isinstance(child, nn.Linear) and PLAN.get(type(module), {}).get(name) is REPLICATED:
+                setattr(module, name, ReplicatedLinear(child, partial=plan.sequence_parallel))
     if model.tok_embeddings is not None:
         model.tok_embeddings = VocabParallelEmbedding(model.tok_embeddings, cut)
     if model.output is not None:
@@ -145,7 +177,12 @@ def _kv_rows(model: Decoder, cut: TensorCut) -> tuple[int, int]:
 
 
 def _check_complete(model: Decoder) -> None:
-    left = [name for name, parameter in model.named_parameters() if not hasattr(parameter, "placements")]
+    later = {parameter for module in model.modules() if isinstance(module, LATER) for parameter in module.parameters()}
+    left = [
+        name
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, DTensor) and parameter not in later
+    ]
     if left:
         raise ValueError(
             f"tensor parallelism has no plan for {', '.join(left)}: without one the ranks would hold copies whose"

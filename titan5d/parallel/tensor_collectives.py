@@ -12,20 +12,25 @@ Axis crossed: sequence (sequence parallel) or none (every rank holds the whole s
 leads out: each rank has a summand of every token, and every token's gradient goes to all of them. (The pairs f, f-bar
 and g, g-bar of Megatron-LM, Shoeybi et al. 2019, Korthikanti et al. 2022.)
 
-Collectives are started and finished in two calls, so that a product can run in between. They are torch's functional
-ones: visible to the compiler and to whoever counts operators.
+Collectives are started and finished in two calls, so that a product can run in between. They run inside custom
+operators, which a compiler neither moves nor splits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_collectives = torch.ops._c10d_functional
+from titan5d.parallel.attention_op import group_named
+
+# torch 2.13 renamed these two.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -48,38 +53,87 @@ class TensorCut:
     overlap: bool = False
 
 
-def start_gather(piece: Tensor, cut: TensorCut) -> Tensor:
-    """Starts to gather (B, S/t, D) from all ranks; the result is for `finish_gather`."""
-    return _collectives.all_gather_into_tensor(piece.contiguous(), cut.degree, cut.group_name)
+class Pending(NamedTuple):
+    """A collective under way: its result, and what to wait for before reading it."""
+
+    result: Tensor
+    work: Any
 
 
-def finish_gather(pending: Tensor, cut: TensorCut) -> Tensor:
+def start_gather(piece: Tensor, cut: TensorCut) -> Pending:
+    """Starts to gather the pieces (B, S/t, D) of all ranks."""
+    piece = piece.contiguous()
+    stacked = piece.new_empty(cut.degree * piece.shape[0], *piece.shape[1:])  # (t * B, S/t, D)
+    return Pending(stacked, _all_gather(stacked, piece, group=group_named(cut.group_name), async_op=True))
+
+
+def finish_gather(gather: Pending, cut: TensorCut) -> Tensor:
     """Waits for `start_gather` and returns (B, S, D)."""
-    stacked = _collectives.wait_tensor(pending)  # (t * B, S/t, D)
-    ranks_apart = stacked.unflatten(0, (cut.degree, -1))  # (t, B, S/t, D)
+    gather.work.wait()
+    ranks_apart = gather.result.unflatten(0, (cut.degree, -1))  # (t, B, S/t, D)
     # One row needs no copy: its pieces lie end to end already
     return ranks_apart.transpose(0, 1).flatten(1, 2)  # (B, S, D)
 
 
-def start_sum(summand: Tensor, cut: TensorCut) -> Tensor:
-    """Starts to sum (B, S, D) over all ranks, of which each gets its S/t tokens under sequence parallelism."""
+def start_sum(summand: Tensor, cut: TensorCut) -> Pending:
+    """Starts to sum (B, S, D) over all ranks, of which each gets its S/t tokens under sequence parallelism.
+
+    Without it the summand, which must be contiguous, is overwritten.
+    """
+    group = group_named(cut.group_name)
     if not cut.sequence_parallel:
-        return _collectives.all_reduce(summand, "sum", cut.group_name)
-    pieces = summand.unflatten(1, (cut.degree, -1)).transpose(0, 1)  # (t, B, S/t, D)
-    return _collectives.reduce_scatter_tensor(
-        pieces.flatten(0, 1).contiguous(), "sum", cut.degree, cut.group_name
-    )
+        return Pending(summand, dist.all_reduce(summand, group=group, async_op=True))
+    pieces = summand.unflatten(1, (cut.degree, -1)).transpose(0, 1).contiguous()  # (t, B, S/t, D)
+    total = torch.empty_like(pieces[0])
+    return Pending(total, _reduce_scatter(total, pieces.flatten(0, 1), group=group, async_op=True))
 
 
-def finish_sum(pending: Tensor) -> Tensor:
+def finish_sum(pending: Pending) -> Tensor:
     """Waits for `start_sum` and returns (B, S/t, D), or (B, S, D) without sequence parallelism."""
-    return _collectives.wait_tensor(pending)
+    pending.work.wait()
+    return pending.result
 
 
-def gather_last(x: Tensor, cut: TensorCut) -> Tensor:
-    """Joins the ranks' x (..., N) along the last dimension: (..., t * N). No gradient."""
-    stacked = _collectives.all_gather_into_tensor(x[None].contiguous(), cut.degree, cut.group_name)
-    return _collectives.wait_tensor(stacked).movedim(0, -2).flatten(-2)  # (t, ..., N) -> (..., t, N) -> (..., t * N)
+@torch.library.custom_op("titan5d::gather_sequence", mutates_args=())
+def gather_sequence(piece: Tensor, group_name: str, degree: int) -> Tensor:
+    """(B, S/t, D) of each rank -> (B, S, D) on all."""
+    cut = TensorCut(group_name, degree, rank=-1)
+    return finish_gather(start_gather(piece, cut), cut)
+
+
+@torch.library.custom_op("titan5d::sum_sequence", mutates_args=())
+def sum_sequence(summand: Tensor, group_name: str, degree: int, sequence_parallel: bool) -> Tensor:
+    """The sum of the ranks' (B, S, D): this rank's (B, S/t, D) of it, or without sequence parallelism all."""
+    cut = TensorCut(group_name, degree, rank=-1, sequence_parallel=sequence_parallel)
+    if not sequence_parallel:
+        summand = summand.clone(memory_format=torch.contiguous_format)
+    return finish_sum(start_sum(summand, cut))
+
+
+@torch.library.custom_op("titan5d::gather_last", mutates_args=())
+def gather_last(x: Tensor, group_name: str, degree: int) -> Tensor:
+    """Joins the ranks' x (..., N) along the last dimension: (..., t * N)."""
+    x = x.contiguous()
+    stacked = x.new_empty(degree * x.shape[0], *x.shape[1:])
+    _all_gather(stacked, x, group=group_named(group_name))
+    ranks_apart = stacked.unflatten(0, (degree, -1))  # (t, ..., N)
+    return ranks_apart.movedim(0, -2).flatten(-2).clone()  # (..., t * N)
+
+
+@gather_sequence.register_fake
+def _(piece: Tensor, group_name: str, degree: int) -> Tensor:
+    return piece.new_empty(piece.shape[0], piece.shape[1] * degree, piece.shape[2])
+
+
+@sum_sequence.register_fake
+def _(summand: Tensor, group_name: str, degree: int, sequence_parallel: bool) -> Tensor:
+    batch, seq_len, dim = summand.shape
+    return summand.new_empty(batch, seq_len // degree if sequence_parallel else seq_len, dim)
+
+
+@gather_last.register_fake
+def _(x: Tensor, group_name: str, degree: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] * degree)
 
 
 def whole(x: Tensor, cut: TensorCut) -> Tensor:
@@ -96,22 +150,23 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: TensorCut) -> Tensor:
         ctx.cut = cut
-        return finish_gather(start_gather(x, cut), cut) if cut.sequence_parallel else x.view_as(x)
+        return gather_sequence(x, cut.group_name, cut.degree) if cut.sequence_parallel else x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return finish_sum(start_sum(grad, ctx.cut)), None
+        cut = ctx.cut
+        return sum_sequence(grad, cut.group_name, cut.degree, cut.sequence_parallel), None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: TensorCut) -> Tensor:
         ctx.cut = cut
-        return finish_sum(start_sum(x, cut))
+        return sum_sequence(x, cut.group_name, cut.degree, cut.sequence_parallel)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         cut = ctx.cut
-        return (finish_gather(start_gather(grad, cut), cut) if cut.sequence_parallel else grad), None
+        return gather_sequence(grad, cut.group_name, cut.degree) if cut.sequence_parallel else grad, None

@@ -33,7 +33,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.flop_counter import register_flop_formula
 
 from titan5d.models.products import Products
-from titan5d.parallel.tensor_collectives import TensorCut, finish_gather, finish_sum, start_gather, start_sum
+from titan5d.parallel.tensor_collectives import (
+    TensorCut,
+    finish_gather,
+    finish_sum,
+    gather_sequence,
+    start_gather,
+    start_sum,
+    whole,
+)
 
 
 class TensorParallelProducts(Products):
@@ -64,6 +72,10 @@ class TensorParallelProducts(Products):
             return out
         # Added once, after the sum; under sequence parallelism each rank's tokens give a summand of its gradient
         return out + local_replica(linear.bias, partial=self.cut.sequence_parallel)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """x (B, S/t, N) of the residual stream, the same work on every rank -> (B, S, N)."""
+        return whole(x, self.cut)
 
     def _rows(self, parameter: Tensor) -> Tensor:
         """This rank's rows (outputs) of a weight or bias."""
@@ -136,7 +148,7 @@ class _RowProduct(torch.autograd.Function):
             grad, (grad_x,) = torch.ops.symm_mem.fused_all_gather_matmul(grad, [weight], 1, cut.group_name)
         else:
             if cut.sequence_parallel:
-                grad = finish_gather(start_gather(grad, cut), cut)
+                grad = gather_sequence(grad, cut.group_name, cut.degree)
             grad_x = input_gradient([grad], [weight]) if ctx.needs_input_grad[0] else None
         return grad_x, weight_gradient(grad, x) if ctx.needs_input_grad[1] else None, None
 
@@ -161,7 +173,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 def gather_products(
     x: Tensor, weights: Sequence[Tensor], group_name: str, degree: int, keep: bool, overlap: bool
 ) -> list[Tensor]:
-    """The whole X of which x (B, S/t, D) is a piece, times each W_i^T (N_i, D): (B, S, N_i); if `keep`, also X, last."""
+    """The whole X of which x (B, S/t, D) is a piece, times each W_i^T (N_i, D): (B, S, N_i). If `keep`, X comes last."""
     cut = TensorCut(group_name, degree, rank=-1)
     if overlap:
         gathered, outs = torch.ops.symm_mem.fused_all_gather_matmul(

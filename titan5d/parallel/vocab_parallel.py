@@ -97,8 +97,9 @@ class VocabParallelHead(OutputHead):
 
     def __init__(self, head: OutputHead, cut: TensorCut, gather_logits: bool) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = head.in_features, head.out_features, None
+        self.in_features, self.out_features = head.in_features, head.out_features
         self.weight = head.weight
+        self.register_parameter("bias", None)
         self.cut = cut
         self.slice = VocabSlice(self.out_features, cut.degree, cut.rank)
         chunk_bytes = cast(ChunkedCrossEntropy, head.cross_entropy).chunk_bytes
@@ -154,7 +155,8 @@ def parallel_token_losses(
     total = logits.sub_(top.unsqueeze(-1)).exp_().sum(-1)
 
     mine = torch.stack((top, total, at_target), -1)  # (rows, 3)
-    tops, totals, at_targets = gather_last(mine, cut).unflatten(-1, (cut.degree, 3)).unbind(-1)  # (rows, t) each
+    everyones = gather_last(mine, cut.group_name, cut.degree).unflatten(-1, (cut.degree, 3))  # (rows, t, 3)
+    tops, totals, at_targets = everyones.unbind(-1)
     whole_top = tops.amax(-1)
     whole_total = (totals * (tops - whole_top.unsqueeze(-1)).exp()).sum(-1)
     if with_grad:  # softmax - one_hot, and zeros in rows without a target
@@ -177,7 +179,7 @@ def gathered_token_losses(
 def gather_vocabulary(columns: Tensor, slice: VocabSlice, cut: TensorCut) -> Tensor:
     """This rank's columns (..., its width) -> those of all ranks, (..., V). What fills short slices is cut off."""
     padded = F.pad(columns, (0, slice.width - columns.shape[-1]))
-    return gather_last(padded, cut)[..., : slice.size].contiguous()
+    return gather_last(padded, cut.group_name, cut.degree)[..., : slice.size].contiguous()
 
 
 class _GatherLogits(torch.autograd.Function):

@@ -30,10 +30,16 @@ class StepCounts:
     Attributes:
         valid_targets: positions whose target counts: the loss's one denominator.
         work: tokens and squared document lengths, for FLOPs.
+        padding: of these tokens, places that hold none (document id -1).
+        rows: sequences.
+        micro_batches: forward passes whose rows differ.
     """
 
     valid_targets: int
     work: Work
+    padding: int
+    rows: int
+    micro_batches: int
 
 
 def count_step(
@@ -43,15 +49,19 @@ def count_step(
 
     Rows are counted whole, before any cut of the sequence, so only ranks that read different rows are summed.
     """
-    valid, work = 0, Work(0, 0)
+    valid, work, padding, all_rows, passes = 0, Work(0, 0), 0, 0, 0
     for batch in micro_batches:
         valid += batch.valid_tokens
         rows, seq_len = batch.tokens.shape
         work += work_of_rows(rows, seq_len, batch.document_ids)
-    counts = torch.tensor([valid, work.tokens, work.squares], dtype=torch.int64, device=device)
+        padding += 0 if batch.document_ids is None else int((batch.document_ids < 0).sum())
+        all_rows += rows
+        passes += 1
+    mine = [valid, work.tokens, work.squares, padding, all_rows, passes]
+    counts = torch.tensor(mine, dtype=torch.int64, device=device)
     dist.all_reduce(counts, group=batch_group)
-    valid, tokens, squares = (int(count) for count in counts)
-    return StepCounts(valid, Work(tokens, squares))
+    valid, tokens, squares, padding, all_rows, passes = counts.tolist()
+    return StepCounts(valid, Work(tokens, squares), padding, all_rows, passes)
 
 
 def normalized(loss_sum: torch.Tensor, valid_targets: int) -> torch.Tensor:

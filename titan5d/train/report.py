@@ -146,6 +146,7 @@ class RunReport:
         }
         if validation_loss is not None and not math.isnan(validation_loss):
             values["validation_loss"] = validation_loss
+        values |= result.routing
         values |= self.throughput.report().metrics()
         values |= self._memory_of_the_fullest_rank()
         self.logger.log(step, values)

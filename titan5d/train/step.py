@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,7 @@ from titan5d.models.decoder import Decoder
 from titan5d.parallel.data import before_microbatch
 from titan5d.parallel.gradients import clip_by_norm, global_norm, reduce_partial_gradients
 from titan5d.parallel.mesh import Meshes
+from titan5d.train import routing
 from titan5d.train.loss import IGNORE, StepCounts, count_step, normalized, step_loss
 
 
@@ -26,6 +27,7 @@ class StepResult:
         grad_norm: norm of the whole model's gradient before clipping.
         counts: valid targets, tokens and squared document lengths of the global batch.
         updated: False if the step was left out (no valid target, or a gradient that was not finite).
+        routing: metrics of the experts' load, if there are experts.
     """
 
     loss: float
@@ -33,6 +35,7 @@ class StepResult:
     grad_norm: float
     counts: StepCounts
     updated: bool
+    routing: Mapping[str, float] = field(default_factory=dict)
 
 
 def train_step(
@@ -54,6 +57,7 @@ def train_step(
     if valid == 0:
         return StepResult(0.0, 0.0, 0.0, counts, updated=False)
 
+    routing.begin_step(model, counts)
     loss_sum, row_sums = torch.zeros((), device=device), []
     for index, batch in enumerate(micro_batches):
         before_microbatch(model, zero_stage, last=index == len(micro_batches) - 1)
@@ -70,11 +74,12 @@ def train_step(
     if finite := math.isfinite(grad_norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    load = routing.end_step(model, [meshes.group("loss"), meshes.group("pp")], updated=finite)
 
     row_valid = torch.cat([(batch.labels != IGNORE).sum(dim=1) for batch in micro_batches])
     groups = meshes.group("loss"), meshes.group("cp")
     loss, max_loss = step_loss(loss_sum, torch.cat(row_sums), row_valid, valid, *groups)
-    return StepResult(loss, max_loss, grad_norm, counts, updated=finite)
+    return StepResult(loss, max_loss, grad_norm, counts, updated=finite, routing=load)
 
 
 def forward(model: Decoder, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

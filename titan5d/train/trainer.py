@@ -9,14 +9,16 @@ from itertools import chain
 
 import torch
 
-from titan5d.config.check import Layout
+from titan5d.config.check import Layout, context_method
 from titan5d.config.schema import Config
 from titan5d.data.loader import DataLoader
 from titan5d.data.validation import ValidationBatches
 from titan5d.models.args import ModelArgs
 from titan5d.parallel.apply import build_parallel_model
+from titan5d.parallel.context import ContextParallel
 from titan5d.parallel.data import DataParallel
 from titan5d.parallel.mesh import Meshes
+from titan5d.parallel.tensor import TensorParallel
 from titan5d.train.lr_schedule import LRSchedule
 from titan5d.train.optimizer import build_optimizer
 from titan5d.train.report import RunReport
@@ -62,6 +64,19 @@ class Trainer:
             DTYPES[training.dtype],
             layout.seed,
             device,
+            TensorParallel(
+                sequence_parallel=config.parallelism.sequence_parallel,
+                loss_parallel=not config.parallelism.disable_loss_parallel,
+                regather_input=(
+                    config.parallelism.tensor_parallel_regather_input
+                    and config.activation_checkpoint.mode != "full"
+                ),
+                overlap=config.parallelism.enable_async_tensor_parallel,
+            ),
+            ContextParallel(
+                method=context_method(config),
+                load_balancer=config.parallelism.context_parallel_load_balancer or "none",
+            ),
         )
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.lr = LRSchedule(self.optimizer, config.lr_scheduler, training.steps)
