@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from titan5d.config.pipeline_plan import PipelinePlan
 from titan5d.config.schema_execution import ActivationCheckpoint, Compile
 from titan5d.data.dataset import MicroBatch
 from titan5d.launch.local_ranks import run_ranks
@@ -20,7 +22,10 @@ from titan5d.parallel.apply import build_parallel_model
 from titan5d.parallel.context import ContextParallel
 from titan5d.parallel.data import DataParallel
 from titan5d.parallel.mesh import Meshes
+from titan5d.parallel.pipeline import PipelineModel
+from titan5d.parallel.pipeline_schedule import Pipeline
 from titan5d.parallel.tensor import TensorParallel
+from titan5d.schedules import catalog, stages
 from titan5d.topology import Topology
 from titan5d.train.step import train_step
 
@@ -55,6 +60,10 @@ class Case:
     reshard_degree: int | None = None
     dtype: torch.dtype = torch.float32
     tensor: TensorParallel | None = None
+    schedule: str = "1F1B"  # of pipeline ranks, in micro-batches of `microbatch_size` rows
+    chunks: int | None = None
+    microbatch_size: int = 1
+    layout: str = ""
     norm_scale: float = 1.0  # of all norm weights, before the first step
 
 
@@ -119,7 +128,9 @@ def run_case(case: Case) -> Outcome:
         device=device,
         tensor=case.tensor,
         context=case.context,
+        pipeline=pipeline_plan(case),
     )
+    pipeline = build_pipeline(case, meshes, model)
     _scale_norms(model, case.norm_scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
     outcome = Outcome([], [], [], {}, {})
@@ -127,17 +138,57 @@ def run_case(case: Case) -> Outcome:
     def keep_gradients(*_: object) -> None:
         if not outcome.gradients:
             grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            outcome.gradients = _whole(grads)
+            outcome.gradients = all_stages(_whole(grads), meshes, case)
 
     optimizer.register_step_pre_hook(keep_gradients)
     for step in range(case.steps):
         batches = micro_batches(case, step, meshes.dp_rank)
-        result = train_step(model, optimizer, batches, meshes, case.stage, case.max_norm, device)
+        result = train_step(model, optimizer, batches, meshes, case.stage, case.max_norm, device, pipeline)
         outcome.losses.append(result.loss)
         outcome.max_losses.append(result.max_loss)
         outcome.norms.append(result.grad_norm)
-    outcome.weights = _whole(dict(model.named_parameters()))
+    outcome.weights = all_stages(_whole(dict(model.named_parameters())), meshes, case)
     return outcome
+
+
+def pipeline_plan(case: Case) -> PipelinePlan | None:
+    ranks = case.topology.pp
+    if ranks == 1:
+        return None
+    chunks = case.chunks or catalog.default_chunks(case.schedule)
+    rows = len(case.valid) // case.topology.dp
+    cut = stages.parse_layout(case.layout) if case.layout else None
+    cut = cut or stages.split_by_weight(case.args.n_layers, ranks * chunks, 1, 1)
+    assert not stages.problems(cut, case.args.n_layers)
+    table = catalog.build(case.schedule, ranks, len(cut) // ranks, rows // case.microbatch_size)
+    return PipelinePlan(table, cut, case.microbatch_size)
+
+
+def build_pipeline(case: Case, meshes: Meshes, model: torch.nn.Module) -> Pipeline | None:
+    plan = pipeline_plan(case)
+    if plan is None:
+        return None
+    assert isinstance(model, PipelineModel) and meshes.pipeline is not None
+    sequence_parallel = (case.tensor or TensorParallel()).sequence_parallel
+    sequence_ranks = case.topology.cp * (case.topology.tp if sequence_parallel else 1)
+    device = torch.device("cpu")
+    return Pipeline(model, plan, meshes.pipeline, sequence_ranks, case.dtype, device, case.stage)
+
+
+def all_stages(
+    mine: dict[str, torch.Tensor], meshes: Meshes, case: Case
+) -> dict[str, torch.Tensor]:
+    """The tensors of all pipeline ranks. Two copies of a tied matrix must be equal and become one."""
+    if case.topology.pp == 1:
+        return mine
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(case.topology.pp)]
+    dist.all_gather_object(parts, mine, group=meshes.group("pp"))
+    names = [name for part in parts for name in part]
+    assert len(names) == len(set(names)), "a parameter is on two stages"
+    whole = {name: tensor for part in parts for name, tensor in part.items()}
+    if case.args.tie_embeddings:
+        assert torch.equal(whole.pop("output.weight"), whole["tok_embeddings.weight"])
+    return whole
 
 
 @torch.no_grad()
@@ -159,6 +210,10 @@ def reference(case: Case) -> Outcome:
         reshard_degree=None,
         tensor=None,
         context=ContextParallel(),
+        schedule="1F1B",
+        chunks=None,
+        microbatch_size=1,
+        layout="",
     )
     if alone not in _REFERENCES:
         _REFERENCES[alone] = run_ranks(run_case, 1, alone)[0]

@@ -80,7 +80,9 @@ def main() -> int:
             ceiling = copies_per_second(shards)
             for seq_len in (512, 2048, 8192):
                 speed = tokens_per_second(shards, seq_len)
-                results.append({"document_length": document_length, "seq_len": seq_len, "tokens_per_s": round(speed)})
+                results.append(
+                    {"document_length": document_length, "seq_len": seq_len, "tokens_per_s": round(speed)}
+                )
                 print(
                     f"documents of {document_length:>6} tokens, rows of {seq_len:>5}: {speed / 1e6:6.1f} M tokens/s a core, "
                     f"{speed / ceiling:5.1%} of a bare copy"

@@ -51,6 +51,11 @@ def test_every_prefix_of_the_cycle_is_close_to_the_shares(counts: list[int]) -> 
     assert (due - given_so_far < len(counts) - 1 + 1e-9).all() or len(counts) == 1
 
 
+def test_order_of_the_sets_is_fixed_for_ever() -> None:
+    """Checkpoints rely on it. At each row the set furthest behind its share, the first of equals."""
+    assert cycle_table([7, 3]).tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+
+
 def blend_of(sizes: list[int], weights: list[float]) -> Blend:
     return Blend([CountedRows(size) for size in sizes], weights)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import marked_documents, quiet, shards_of
-from titan5d.data import open as open_module
+from titan5d.data import sources as sources_module
 from titan5d.data.blend import Blend
 from titan5d.data.dataset import Dataset
 from titan5d.data.errors import DataError
@@ -94,7 +94,7 @@ def test_pysrc_parts_come_from_the_installed_sources(folder: Path, monkeypatch: 
     def sources(split: str) -> PythonSources:
         return PythonSources(split, [("site", site)])  # type: ignore[arg-type]
 
-    monkeypatch.setattr(open_module, "PythonSources", sources)
+    monkeypatch.setattr(sources_module, "PythonSources", sources)
     train, held_out = opened("pysrc", None, folder), opened("pysrc", None, folder, split="validation")
     assert train.n_samples > 20 * held_out.n_samples > 0
     with pytest.raises(DataError, match=r"pysrc .* takes no dataset_path"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from titan5d.data.errors import DataError
-from titan5d.data.open import text_source
+from titan5d.data.sources import text_source
 
 ROW_GROUPS = [["one", None, "two"], ["  ", "three"], ["four"]]
 

@@ -44,6 +44,7 @@ def test_whole_set_gives_every_row_once_and_every_rank_the_same_steps() -> None:
     padded = list(ranks[1])[1][0]
     assert (padded.labels[1] == -100).all() and (padded.labels[0] == 6).all()
     assert padded.tokens.shape == (2, 4)
+    assert padded.document_ids is not None and padded.document_ids.tolist() == [[0] * 4, [-1] * 4]
 
 
 def test_rank_without_any_row_left_still_takes_part() -> None:

@@ -27,10 +27,18 @@ SPANS = {
     "documents": (1, 13, 17, Spans([0, 1, 6, 13], [0, 4, 5, 17])),
     "square documents": (1, 13, 13, Spans([0, 1, 6, 13], [0, 1, 6, 13])),
 }
-CASES = [("dense", True), ("dense", False), ("rectangle", False), ("documents", False), ("square documents", True)]
+CASES = [
+    ("dense", True),
+    ("dense", False),
+    ("rectangle", False),
+    ("documents", False),
+    ("square documents", True),
+]
 
 
-def tensors(case: str, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Spans | None]:
+def tensors(
+    case: str, kv_heads: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Spans | None]:
     batch, q_len, k_len, spans = SPANS[case]
     generator = torch.Generator().manual_seed(1)
 
@@ -40,7 +48,9 @@ def tensors(case: str, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return normal(q_len, 4), normal(k_len, kv_heads), normal(k_len, kv_heads), normal(q_len, 4), spans
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, spans: Spans | None) -> list[Tensor]:
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, spans: Spans | None
+) -> list[Tensor]:
     """out, lse, dq, dk, dv in fp64."""
     q, k, v = (x.double().detach().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
@@ -61,7 +71,9 @@ def run(kernels: BlockKernels, case: str, causal: bool, kv_heads: int, dtype: to
     return [out, lse, *kernels.backward(grad, q, k, v, out, lse, causal, 0.3, spans)]
 
 
-def assert_is_the_definition(kernels: BlockKernels, case: str, causal: bool, kv_heads: int, dtype: torch.dtype):
+def assert_is_the_definition(
+    kernels: BlockKernels, case: str, causal: bool, kv_heads: int, dtype: torch.dtype
+):
     q, k, v, grad, spans = tensors(case, kv_heads, dtype)
     tolerance = {torch.float32: 3e-6, torch.float64: 1e-14, torch.bfloat16: 1.5e-2}[dtype]
     expected = definition(q, k, v, grad, causal, spans)
@@ -73,7 +85,9 @@ def assert_is_the_definition(kernels: BlockKernels, case: str, causal: bool, kv_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(("case", "causal"), CASES)
-@pytest.mark.parametrize("kernels", [CpuFlash(), PlainMath(), PlainMath(rows=5)], ids=["cpu", "plain", "plain tiled"])
+@pytest.mark.parametrize(
+    "kernels", [CpuFlash(), PlainMath(), PlainMath(rows=5)], ids=["cpu", "plain", "plain tiled"]
+)
 def test_kernels_are_the_definition(kernels: BlockKernels, case: str, causal: bool, kv_heads: int, dtype):
     assert_is_the_definition(kernels, case, causal, kv_heads, dtype)
 
@@ -94,7 +108,9 @@ def test_merge_of_blocks_is_one_softmax_and_cannot_overflow(shift: float):
     for keys in (slice(8, 12), slice(0, 4), slice(4, 8)):
         block_out = torch.einsum("bqhk,bkhd->bqhd", scores[..., keys].softmax(-1), values[:, keys])
         merge_block_(out, lse, block_out, scores[..., keys].logsumexp(-1))
-    torch.testing.assert_close(out, torch.einsum("bqhk,bkhd->bqhd", scores.softmax(-1), values), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        out, torch.einsum("bqhk,bkhd->bqhd", scores.softmax(-1), values), rtol=1e-5, atol=1e-6
+    )
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
@@ -114,7 +130,11 @@ class FlashKernels:
         self, q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         return_softmax,
     ):  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+        assert (
+            dropout_p == softcap == 0.0
+            and window_size_left == window_size_right == -1
+            and alibi_slopes is None
+        )
         assert q.dim() == k.dim() == 4 and not return_softmax
         out, lse = CpuFlash().forward(q, k, v, causal, softmax_scale, None)
         return out, lse.transpose(1, 2).contiguous(), None, None
@@ -131,7 +151,9 @@ class FlashKernels:
         self, dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
-        assert softmax_lse.is_contiguous() and dq.is_contiguous() and dk.is_contiguous() and dv.is_contiguous()
+        assert (
+            softmax_lse.is_contiguous() and dq.is_contiguous() and dk.is_contiguous() and dv.is_contiguous()
+        )
         lse = softmax_lse.transpose(1, 2)
         grads = CpuFlash().backward(dout, q, k, v, out, lse, causal, softmax_scale, None)
         for given, grad in zip((dq, dk, dv), grads, strict=True):
@@ -181,7 +203,9 @@ def test_cuda_kernels_speak_the_layouts_of_torch(case: str, causal: bool, monkey
 
 
 @pytest.mark.parametrize(("case", "causal"), CASES)
-def test_cuda_kernels_speak_the_layouts_of_flash_attn(case: str, causal: bool, monkeypatch: pytest.MonkeyPatch):
+def test_cuda_kernels_speak_the_layouts_of_flash_attn(
+    case: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+):
     package = ModuleType("flash_attn.flash_attn_interface")
     stand_in = FlashKernels()
     for name in dir(stand_in):

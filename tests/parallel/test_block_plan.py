@@ -49,10 +49,14 @@ def check_plan(cut: SequenceCut, documents: Tensor | None, batch: int, seq_len: 
                 assert torch.equal(computed_pairs(block, batch, local_len, local_len), expected)
                 assert plan.is_here(step)
                 if block.spans is not None:  # no query without a key, no empty document
-                    assert all(torch.tensor(bounds).diff().min() > 0 for bounds in (block.spans.q, block.spans.k))
+                    assert all(
+                        torch.tensor(bounds).diff().min() > 0 for bounds in (block.spans.q, block.spans.k)
+                    )
     for owner in range(cut.degree):
         needed = [step for step in range(cut.degree) if live[(owner + step) % cut.degree, owner]]
-        assert all(plan.hops[owner] == max(needed) for plan in plans), "all ranks agree, and no hop is for nothing"
+        assert all(plan.hops[owner] == max(needed) for plan in plans), (
+            "all ranks agree, and no hop is for nothing"
+        )
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -86,7 +90,8 @@ def test_work_of_documents_is_their_own_pairs_only():
     cut = SequenceCut(2)
     whole, halves = DOCUMENTS["one"], DOCUMENTS["at chunk edges"]
     counts = [
-        sum(live_pairs(cut, q, k, 32, documents) for q in range(2) for k in range(2)) for documents in (whole, halves)
+        sum(live_pairs(cut, q, k, 32, documents) for q in range(2) for k in range(2))
+        for documents in (whole, halves)
     ]
     assert counts == [2 * 32 * 33 // 2, 4 * 36 + 10 + 78 + 78 + 10]
 
@@ -98,7 +103,9 @@ def test_contiguous_pieces_travel_only_to_later_ranks():
 
 def test_refusals_name_the_numbers():
     documents = torch.zeros(2, 16, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"shape \(2, 16\), but 2 rows of 16 tokens on each of 2 .* need \(2, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 16\), but 2 rows of 16 tokens on each of 2 .* need \(2, 32\)"
+    ):
         plan_ring(SequenceCut(2), 0, 2, 16, documents)
     with pytest.raises(ValueError, match="int64 on cpu; int32 on the CPU is needed"):
         plan_ring(SequenceCut(2), 0, 2, 8, documents.long())

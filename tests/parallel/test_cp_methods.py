@@ -35,7 +35,9 @@ def attend_all(method: Method, cases: list[tuple[LoadBalancer, Inputs]]) -> list
     return [attend(method, balancer, inputs) for balancer, inputs in cases]
 
 
-def assert_parity(method: Method, degree: int, cases: list[tuple[LoadBalancer, Inputs]], out: float, grad: float):
+def assert_parity(
+    method: Method, degree: int, cases: list[tuple[LoadBalancer, Inputs]], out: float, grad: float
+):
     by_rank = run_ranks(attend_all, degree, method, cases, timeout=60)
     for (balancer, inputs), *pieces in zip(cases, *by_rank, strict=True):
         cut = SequenceCut(degree, balancer)
@@ -75,8 +77,10 @@ def test_parity_in_bf16(method: Method):
 
 
 def test_ulysses_with_kv_heads_that_do_not_divide():
-    """12 query and 3 KV heads on 4 ranks: a rank's 3 query heads read up to two KV heads, each copied to its readers."""
-    cases = [("headtail", random_inputs(DOCUMENTS["many"], heads=12, kv_heads=kv_heads)) for kv_heads in (3, 6, 12)]
+    """12 query heads and 3, 6 or 12 KV heads on 4 ranks: each KV head goes to all ranks whose queries read it."""
+    cases = [
+        ("headtail", random_inputs(DOCUMENTS["many"], heads=12, kv_heads=kv_heads)) for kv_heads in (3, 6, 12)
+    ]
     assert_parity(UlyssesAttention, 4, cases, out=1e-6, grad=2e-6)
 
 
@@ -89,7 +93,9 @@ def _ulysses_refusal() -> str:
 
 def test_ulysses_refuses_heads_that_do_not_divide():
     message = run_ranks(_ulysses_refusal, 4)[0]
-    assert "the 6 query heads" in message and "context_parallel_degree = 4" in message and "6 % 4 = 2" in message
+    assert (
+        "the 6 query heads" in message and "context_parallel_degree = 4" in message and "6 % 4 = 2" in message
+    )
     assert "context_parallel_method = 'ring'" in message
 
 

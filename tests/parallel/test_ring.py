@@ -206,7 +206,9 @@ class Sleeping(Slow):
 def run_slow(slow: Slow, degree: int) -> tuple[float, float, list[str], list[str]]:
     """Time of the forward and of the backward of rank 1 by `slow`'s clock, and the events of each."""
     inputs = random_inputs()
-    q, k, v, grad_out = (SequenceCut(degree).shard(x, 1) for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out))
+    q, k, v, grad_out = (
+        SequenceCut(degree).shard(x, 1) for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out)
+    )
     plan = plan_ring(SequenceCut(degree), 1, *q.shape[:2], None)
     slow.pass_time(0.0)
     start = slow.now
@@ -319,7 +321,9 @@ class Zeros:
 def _peak_bytes(degree: int, seq_len: int) -> tuple[int, int]:
     """Peak of forward and backward on one rank, beyond q, k, v and what else is passed in."""
     inputs = random_inputs(heads=4, kv_heads=4, seq_len=seq_len, batch=1)
-    q, k, v, grad_out = (SequenceCut(degree).shard(x, 0) for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out))
+    q, k, v, grad_out = (
+        SequenceCut(degree).shard(x, 0) for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out)
+    )
     plan = plan_ring(SequenceCut(degree), 0, *q.shape[:2], None)
 
     def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Wait:
@@ -336,7 +340,9 @@ def test_memory_falls_with_the_ring():
     """At 8K tokens: as 1 / c, and a small multiple of one rank's q, k, v."""
     peaks = {degree: _peak_bytes(degree, 8192) for degree in (2, 4, 8)}
     piece = {degree: 8192 // degree * 4 * 8 * 4 for degree in peaks}  # bytes of a rank's q, or k, or v
-    print({c: [f"{x / 2**10:.0f} KiB = {x / piece[c]:.2f} pieces" for x in peak] for c, peak in peaks.items()})
+    print(
+        {c: [f"{x / 2**10:.0f} KiB = {x / piece[c]:.2f} pieces" for x in peak] for c, peak in peaks.items()}
+    )
     assert peaks[8] == pytest.approx([x / 2 for x in peaks[4]], rel=0.01)
     # A ring of 2 has no later block in flight while it merges, so it holds less than twice what a ring of 4 does.
     assert all(half <= whole <= 2 * half for half, whole in zip(peaks[4], peaks[2], strict=True))

@@ -81,24 +81,29 @@ def test_elementwise_optimizers_on_a_cut(name: str, implementation: str):
         torch.testing.assert_close(result[key], expected[key], rtol=1e-6, atol=1e-7)
 
 
-def partial_gradient() -> tuple[Tensor, Tensor]:
-    """A gradient that is still a sum over ranks, against the summed one."""
+def unreduced_gradient(shape: tuple[int, ...], placement: Placement) -> tuple[Tensor, Tensor, int]:
+    """Weights after a gradient that is still a sum over ranks, after the summed one, and the reductions of the first."""
     mesh = init_device_mesh("cpu", (2,))
-    results = []
-    for placement in (Partial(), REPLICATE):
-        torch.manual_seed(0)
-        weight = torch.nn.Parameter(cut(torch.randn(6, 4), mesh, (REPLICATE,)))
-        part = torch.randn(2, 6, 4)
-        local = part[mesh.get_local_rank()] if placement.is_partial() else part.sum(0)
-        weight.grad = DTensor.from_local(local, mesh, [placement], run_check=False)
-        build_optimizer([("layers.0.wk.weight", weight)], Section(name="Muon")).step()
-        results.append(weight.full_tensor().detach())
-    return results[0], results[1]
+    torch.manual_seed(0)
+    weight, parts = torch.randn(shape), torch.randn(2, *shape)
+    partial = DTensor.from_local(parts[mesh.get_local_rank()], mesh, [Partial()], run_check=False)
+    results, reductions = [], []
+    for gradient in (partial, cut(parts.sum(0), mesh, (placement,))):
+        param = torch.nn.Parameter(cut(weight, mesh, (placement,)))
+        param.grad = gradient
+        optimizer = build_optimizer([("layers.0.weight", param)], Section(name="Muon"))
+        with CommDebugMode() as counted:
+            optimizer.step()
+        reductions.append(sum(count for kind, count in counted.get_comm_counts().items() if "reduce" in str(kind)))
+        results.append(param.full_tensor().detach())
+    return results[0], results[1], reductions[0]
 
 
-def test_partial_gradients_are_summed_first():
-    for partial, summed in run_ranks(partial_gradient, 2):
+@pytest.mark.parametrize(("shape", "placement"), [((6, 4), REPLICATE), ((6, 4), Shard(0)), ((4, 6, 4), Shard(0))])
+def test_gradients_that_are_partial_sums_are_summed_once(shape: tuple[int, ...], placement: Placement):
+    for partial, summed, reductions in run_ranks(unreduced_gradient, 2, shape, placement):
         assert torch.equal(partial, summed)
+        assert reductions == 1
 
 
 def experts_stay() -> tuple[Any, bool]:

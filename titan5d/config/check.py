@@ -164,7 +164,8 @@ def _tensor(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
         return problems
     if args.n_experts:
         problems.append(
-            f"parallelism.tensor_parallel_degree = {tp}: models with experts are not cut this way in this version; only 1"
+            f"parallelism.tensor_parallel_degree = {tp}: models with experts are not cut this way in this version;"
+            " only 1"
         )
     if misfits := _tensor_misfits(args, tp):
         fitting = [str(n) for n in range(1, args.n_heads + 1) if not _tensor_misfits(args, n)]

@@ -1,6 +1,6 @@
 """The data room: text -> tokens -> shards -> packed rows -> one fixed order -> micro-batches.
 
-    corpus, pysrc, parquet     where documents come from
+    sources, corpus, pysrc, parquet    where documents come from
     tokenizer                  text to ids
     build, workers, cache      documents to token shards, once per machine
     shards, packing, rows      token shards, or ready-made rows, as (S,) training rows

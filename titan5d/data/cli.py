@@ -3,7 +3,7 @@
     titan5d data build --dataset text --path corpus/ --tokenizer bpe4k --out shards/ --workers 8
     titan5d data info shards/ --verify
 
-Exit status: 0 done, 2 refused with the reason on stderr.
+Exit status: 0 done, 2 refused with the reason on stderr, 1 stopped.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from titan5d.data.build import build_shards, summary
 from titan5d.data.errors import DataError
-from titan5d.data.open import KEYED_NAMES, TEXT_NAMES, text_source
 from titan5d.data.shards import TokenShards
+from titan5d.data.sources import KEYED_NAMES, TEXT_NAMES, text_source
 from titan5d.data.tokenizer import load_tokenizer
 
 
@@ -54,12 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the sub-command. 0: done; 2: refused, with the reason on stderr."""
+    """Runs the sub-command. 0: done; 2: refused, with the reason on stderr; 1: stopped by Ctrl-C."""
     try:
         return _build(args) if args.data_command == "build" else _info(args)
     except DataError as error:
         print(f"titan5d data: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(
+            "titan5d data: stopped. Finished shards are kept; the same command goes on from there",
+            file=sys.stderr,
+        )
+        return 1
 
 
 def _build(args: argparse.Namespace) -> int:

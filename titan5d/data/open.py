@@ -17,20 +17,17 @@ from pathlib import Path
 from titan5d.data.blend import Blend
 from titan5d.data.build import Log
 from titan5d.data.cache import cached_shards
-from titan5d.data.corpus import LineFiles, Source, TextFiles, find_files
+from titan5d.data.corpus import find_files
 from titan5d.data.dataset import Dataset
 from titan5d.data.errors import DataError
 from titan5d.data.packing import PackedShards
-from titan5d.data.parquet import HubDataset, ParquetFiles
-from titan5d.data.pysrc import PythonSources, Split
+from titan5d.data.pysrc import Split
 from titan5d.data.rows import TokenRows
 from titan5d.data.shards import TokenShards
+from titan5d.data.sources import DEFAULT_KEY, KEYED_NAMES, TEXT_NAMES, text_source
 from titan5d.data.tokenizer import Tokenizer
 
-TEXT_NAMES = ("pysrc", "text", "text_lines", "text_files", "jsonl", "parquet", "hub")
 NAMES = (*TEXT_NAMES, "shards", "tokens")
-KEYED_NAMES = ("jsonl", "parquet", "hub")  # take the key or column of the text in parentheses
-DEFAULT_KEY = "text"
 
 
 @dataclass(frozen=True)
@@ -81,27 +78,6 @@ def check_dataset_against_model(dataset: Dataset, model_vocab_size: int) -> None
             f"0..{model_vocab_size - 1} only. Set model.vocab_size to at least {dataset.max_token_id + 1}. "
             f"Data set: {dataset.description}"
         )
-
-
-def text_source(name: str, path: str | None, key: str = DEFAULT_KEY, split: Split = "train") -> Source:
-    """The documents of a text data set (one of TEXT_NAMES)."""
-    where = path or ""
-    if name == "pysrc":
-        if path:
-            raise DataError(
-                f"pysrc reads the installed Python sources and takes no dataset_path, got {path!r}"
-            )
-        return PythonSources(split)
-    if name == "hub":
-        return HubDataset(path, split, key)
-    if name == "jsonl":
-        return LineFiles(find_files(path, (".jsonl", ".json")), where, json_key=key)
-    if name == "parquet":
-        return ParquetFiles(find_files(path, (".parquet",)), where, key)
-    files = find_files(path)
-    # A folder of files is a document each, a named file or glob a document a line, unless the name says which.
-    by_file = name == "text_files" or (name == "text" and Path(where).expanduser().is_dir())
-    return TextFiles(files, where) if by_file else LineFiles(files, where)
 
 
 def parse_datasets(name: str, path: str | None) -> list[DatasetSpec]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from titan5d.data.dataset import IGNORE, Dataset, MicroBatch, to_micro_batch
+from titan5d.data.dataset import IGNORE, PADDING, Dataset, MicroBatch, to_micro_batch
 from titan5d.data.loader import check_batch, make_order
 
 ORDER_SEED = 0  # fixed: rounds of runs with different seeds are comparable
@@ -59,4 +59,6 @@ class ValidationBatches:
         if real.all():
             return to_micro_batch(rows, sample_ids)
         labels = np.where(real[:, None], rows.labels, IGNORE)
-        return to_micro_batch(replace(rows, labels=labels), sample_ids)
+        document_ids = np.where(real[:, None], rows.document_ids, np.int32(PADDING))
+        filled = replace(rows, labels=labels, document_ids=document_ids, several_documents=True)
+        return to_micro_batch(filled, sample_ids)

@@ -28,9 +28,8 @@ def has_kernel(left: Tensor, right: Tensor) -> bool:
     types = (torch.bfloat16,) if left.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     # each row must begin at a multiple of 16 bytes
     widths = (left.shape[-1], right.shape[-1], right.shape[-2])
-    return (
-        _kernel is not None and left.dtype in types and all(n * left.element_size() % 16 == 0 for n in widths)
-    )
+    fits = left.dtype in types and all(width * left.element_size() % 16 == 0 for width in widths)
+    return _kernel is not None and fits and left.shape[0] > 0
 
 
 @torch.library.custom_op("titan5d::grouped_mm", mutates_args=())
@@ -65,7 +64,7 @@ def grouped_mm_weight(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         ends: (E,) int32.
     """
     grad, rows = grad.contiguous(), rows.contiguous()
-    if has_kernel(grad, rows) and rows.shape[0]:
+    if has_kernel(grad, rows):
         return _kernel(grad.t(), rows, offs=ends)
     out = rows.new_zeros(ends.shape[0], grad.shape[1], rows.shape[1])
     for expert, (start, end) in enumerate(_spans(ends)):

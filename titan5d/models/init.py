@@ -7,8 +7,8 @@ Every shard fills itself without the rest, so one device, any sharding and any p
 
 The mixing is the finaliser of SplitMix64 (Steele et al. 2014; constants of Stafford's variant 13) with a second key in
 its middle. The inverse CDF is Acklam's rational approximation (relative error 1.2e-9). Only integer operations and
-correctly rounded float64 + - * / sqrt are used, each as a kernel of its own: `log` or `cos` give other bits in
-vectorised loops, in their scalar tails and on other devices; these do not.
+correctly rounded float64 + - * / sqrt are used, each as a kernel of its own: nothing promises that `log` or `cos` have
+the same bits in a vectorised loop and its scalar tail, in another version of a library or on another device.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def init_specs(args: ModelArgs) -> dict[str, InitSpec]:
 
     Projections and routers: normal(0.02) cut at 3 std; those that write into the residual stream (wo, w2)
     0.02 / sqrt(2 (l + 1)) in layer l, so that the stream's variance does not grow with depth (GPT-2's rule, by layer).
-    Embedding: std 1; tied: as the head. Head: dim ** -0.5, so that logits start at about unit scale. Norms 1, biases 0.
+    Embedding: std 1. Head: dim ** -0.5 / 4, so that logits start small and the loss at about ln(vocab_size). A tied
+    matrix serves both: dim ** -0.5. Norms 1, biases 0.
     """
     ones = InitSpec("ones")
     head_std = args.dim**-0.5
@@ -74,7 +75,7 @@ def init_specs(args: ModelArgs) -> dict[str, InitSpec]:
         specs["output.weight"] = InitSpec("normal", head_std, drawn_as="tok_embeddings.weight")
     else:
         specs["tok_embeddings.weight"] = InitSpec("normal", 1.0)
-        specs["output.weight"] = InitSpec("trunc_normal", head_std)
+        specs["output.weight"] = InitSpec("trunc_normal", head_std / 4)
     for n in range(args.n_layers):
         into_stream = InitSpec("trunc_normal", 0.02 / math.sqrt(2 * (n + 1)))
         block = {"attention_norm.weight": ones, "ffn_norm.weight": ones}

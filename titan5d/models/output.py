@@ -23,7 +23,9 @@ class OutputHead(nn.Linear):
         super().__init__(dim, vocab_size, bias=False)
         self.cross_entropy: CrossEntropy = ChunkedCrossEntropy()
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, labels: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """hidden (B, S, D) -> logits (B, S, V); with labels (B, S): `(loss_sum, row_sums)` of `cross_entropy`."""
         if labels is None:
             return super().forward(hidden)

@@ -42,6 +42,7 @@ class Router(nn.Module):
         load: (E,) int64, saved: choices of each expert in the whole step before.
         step_counts: (E + 1,) int64: choices of each expert so far in this step, and how many choices were dropped.
         step_sums: (3,) fp32, sums so far of: entropy of the scores (nats, over tokens), load-balancing loss, z-loss.
+        local_weight: `weight` -> the tensor to multiply with on this device; here it is the same.
         sum_over_row: adds up counts (B, E) over the devices that hold parts of these rows; here there is one.
     """
 
@@ -61,7 +62,8 @@ class Router(nn.Module):
         self.balance = args.balance
         self.weight = nn.Parameter(torch.empty(args.n_experts, args.dim))
         nn.init.normal_(self.weight, std=0.02)
-        self.sum_over_row: Callable[[Tensor], Tensor] = _one_device
+        self.local_weight: Callable[[Tensor], Tensor] = _same
+        self.sum_over_row: Callable[[Tensor], Tensor] = _same
         for name, value in self._fresh_buffers(self.weight.device).items():
             self.register_buffer(name, value, persistent=name in ("bias", "load"))
 
@@ -103,7 +105,8 @@ class Router(nn.Module):
             (experts, weights), (B, S, top_k) each: int64, n_experts where a choice goes nowhere; and fp32.
         """
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.weight.float())  # (B, S, E)
+            weight = self.local_weight(self.weight).to(x.device, torch.float32)
+            logits = F.linear(x.float(), weight)  # (B, S, E)
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach())
         weights = scores.gather(-1, experts)
@@ -203,5 +206,5 @@ class Router(nn.Module):
         return f"n_experts={self.n_experts}, top_k={self.top_k}, score={self.score}"
 
 
-def _one_device(counts: Tensor) -> Tensor:
-    return counts
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -98,7 +98,13 @@ def _start_gather(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, zigzag: bool, group_name: str | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    zigzag: bool,
+    group_name: str | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     plan, group = _plan(q, documents, zigzag, group_name)
     kernels = choose_block_kernels(q.device.type, q.dtype, q.shape[-1])

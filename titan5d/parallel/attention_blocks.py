@@ -154,7 +154,9 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor]:
         if spans is None:
             heads_first = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, L, head_dim)
-            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, causal, scale=scale)
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                *heads_first, 0.0, causal, scale=scale
+            )
             return out.transpose(1, 2), lse.transpose(1, 2)
         parts = [
             self.forward(q_part, k_part, v_part, causal, scale, None)
@@ -215,7 +217,9 @@ class PlainMath:
             scores = _scores(q_tile, k_tile, causal, scale)  # (B, n_kv, group, lq, lk)
             tile_lse = scores.logsumexp(-1)
             probabilities = (scores - tile_lse.unsqueeze(-1)).exp()
-            out[:, q_rows] = torch.einsum("bngqk,bnkd->bqngd", probabilities, v_tile).flatten(2, 3).to(q.dtype)
+            out[:, q_rows] = (
+                torch.einsum("bngqk,bnkd->bqngd", probabilities, v_tile).flatten(2, 3).to(q.dtype)
+            )
             lse[:, q_rows] = tile_lse.permute(0, 3, 1, 2).flatten(2)  # (B, lq, n_heads)
         return out, lse
 

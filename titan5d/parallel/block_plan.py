@@ -220,7 +220,9 @@ def _document_bounds(documents: Tensor) -> Bounds:
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     row, start = begins.nonzero(as_tuple=True)
-    stop = start.roll(-1)  # the next document's start, which in the last document of a row is 0: the next row's
+    stop = start.roll(
+        -1
+    )  # the next document's start, which in the last document of a row is 0: the next row's
     return row, start, torch.where(stop == 0, seq_len, stop)
 
 

@@ -58,7 +58,13 @@ class CudaFlash:
             return dq, dk, dv
         packed = (x.squeeze(0) for x in (grad_out, q, k, v, out))  # (T, heads, head_dim)
         grads = aten._flash_attention_backward(
-            *packed, lse.squeeze(0).t().contiguous(), *_varlen(spans, q.device), 0.0, causal, *unused, scale=scale
+            *packed,
+            lse.squeeze(0).t().contiguous(),
+            *_varlen(spans, q.device),
+            0.0,
+            causal,
+            *unused,
+            scale=scale,
         )
         dq, dk, dv = (grad.unsqueeze(0) for grad in grads)
         return dq, dk, dv
@@ -119,5 +125,11 @@ def _varlen(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor, int, in
 
 
 def _package_options(causal: bool, scale: float) -> dict[str, Any]:
-    options = {"dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "softcap": 0.0, "alibi_slopes": None}
+    options = {
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": causal,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
     return options | {"window_size_left": -1, "window_size_right": -1}

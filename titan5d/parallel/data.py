@@ -13,6 +13,7 @@ A unit is what is gathered and reduced together: the embedding, each block, norm
     stage 2   one all-gather a step, one reduce-scatter a micro-batch
     stage 3   two all-gathers and one reduce-scatter a micro-batch
     HSDP      the same inside a shard group, and one all-reduce of the shards across replicas a step
+    routers   whole on every rank in all stages; one all-reduce a step
 
 All stages are torch's FSDP2; they differ in when it may free and when it must reduce. Gradients are summed, never
 averaged: the loss is already divided by the token count of the whole step.
@@ -21,7 +22,7 @@ averaged: the loss is already divided by the token count of the whole step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from titan5d.models.decoder import Decoder
 
@@ -86,10 +88,7 @@ def apply_data_parallel(model: Decoder, mesh: DeviceMesh, plan: DataParallel) ->
         # tables, which must stay fp32.
         cast_forward_inputs=False,
     )
-    # A router decides by differences that bf16 does not have. Its weight stays out of its block's unit and is gathered
-    # in fp32 with the model's own, before the first block: inside a block, a hook would break a compiled graph.
-    routers = {router.weight for router in model.routers().values()}
-    whole = replace(precision, param_dtype=torch.float32)
+    routers = _replicate_routers(model, mesh)
     offload: OffloadPolicy = CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy()
     wrapped = units(model)
     for index, unit in enumerate(wrapped):
@@ -113,20 +112,40 @@ def apply_data_parallel(model: Decoder, mesh: DeviceMesh, plan: DataParallel) ->
             ignored_params=routers,
         )
     if plan.stage == 0:
-        replicate(model, mesh=mesh, mp_policy=whole, offload_policy=offload)
+        replicate(model, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=routers)
     else:
         fully_shard(
             model,
             mesh=mesh,
-            mp_policy=whole,
+            mp_policy=precision,
             offload_policy=offload,
             reshard_after_forward=plan.stage == 3,
+            ignored_params=routers,
         )
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         # gloo has no premultiplied sum; a plain sum is what is wanted anyway
         module.set_force_sum_reduction_for_comms(True)
     _prefetch([unit[0] for unit in wrapped])
+
+
+def _replicate_routers(model: Decoder, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Gives every rank the routers' weights whole, in the type they are stored in, and returns them.
+
+    A router decides by differences that a bf16 copy would not have; it is one row an expert, so keeping it whole costs
+    little. Its gradient is a partial sum on each rank, added up once a step (gradients.reduce_partial_gradients).
+    """
+    for router in model.routers().values():
+        weight = distribute_tensor(router.weight.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+        router.weight = nn.Parameter(weight)
+        router.local_weight = _local_summand
+    return {router.weight for router in model.routers().values()}
+
+
+def _local_summand(weight: torch.Tensor) -> torch.Tensor:
+    """A replicated weight as a plain tensor, whose gradient on this rank is a summand."""
+    assert isinstance(weight, DTensor)
+    return weight.to_local(grad_placements=[Partial()] * weight.device_mesh.ndim)
 
 
 def _prefetch(heads: list[nn.Module]) -> None:

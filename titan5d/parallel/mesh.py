@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titan5d.parallel.pipeline_messages import PipelineGroups
 from titan5d.topology import AXES, Topology
 
 
@@ -26,6 +27,7 @@ class Meshes:
     Attributes:
         tokens, parameters: the two views of the world.
         batch, loss: one-dimensional meshes (see the module's text).
+        pipeline: the groups of hidden states and their gradients; None without pipeline ranks.
         coordinates: axis name -> this rank's place on it.
         dp_rank: which slice of the batch this rank reads.
     """
@@ -44,6 +46,11 @@ class Meshes:
         )
         self.batch = self.tokens["dp_replicate", "dp_shard"]._flatten("batch")
         self.loss = self.tokens["dp_replicate", "dp_shard", "cp"]._flatten("loss")
+        self.pipeline: PipelineGroups | None = None
+        if topology.pp > 1:
+            ranks = dist.get_process_group_ranks(self.group("pp"))
+            up = dist.new_group(ranks, use_local_synchronization=True)
+            self.pipeline = PipelineGroups(down=self.group("pp"), up=up)
         self.coordinates = topology.coordinates(dist.get_rank())
         self.dp_rank = topology.dp_rank(dist.get_rank())
         if timeout is not None:
@@ -70,5 +77,6 @@ class Meshes:
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of every collective; subgroups do not inherit the world's."""
         parameters = [self.parameters.get_group(axis) for axis in ("pp", "dp_replicate", "tp")]
-        for group in [*self.groups().values(), *parameters, dist.group.WORLD]:
+        pipeline = [] if self.pipeline is None else [self.pipeline.up]
+        for group in [*self.groups().values(), *parameters, *pipeline, dist.group.WORLD]:
             dist.distributed_c10d._set_pg_timeout(timeout, group)

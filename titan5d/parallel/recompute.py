@@ -3,7 +3,8 @@
     none       keeps everything a block's backward reads
     full       keeps the block's input only; backward runs its forward again
     selective  `op`: keeps the outputs of matrix products (dear to compute), recomputes attention, norms, SwiGLU,
-               rotary embedding (cheap per byte); a number n: recomputes every n-th block whole, keeps the others
+               rotary embedding (cheap per byte); a number n: recomputes every n-th block whole, keeps the others.
+               A block's last product is neither: nothing in backward reads its output, so recomputing ends before it
     memory_budget  compiled blocks: the compiler keeps the given share of the bytes, choosing by cost
 
 The block keeps its name and its place; only its `forward` is replaced, so parameter names never change.
@@ -12,7 +13,7 @@ Whatever is recomputed runs with the random numbers of the first forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from titan5d.models.decoder import Decoder
 from titan5d.models.grouped_mm import grouped_mm
 from titan5d.parallel.tensor_products import gather_products, product_sum
 
+Shape = tuple[int, ...]
 aten = torch.ops.aten
 MATRIX_PRODUCTS = (
     aten.mm.default,
@@ -66,6 +68,8 @@ def apply_recompute(model: Decoder, config: ActivationCheckpoint, compiled: bool
         context_fn = None
         if kept:
             skip = _weight_shapes(block, config.per_op_sac_force_recompute_mm_shapes_by_fqns)
+            if config.early_stop:
+                skip |= _last_product(block)
             context_fn = partial(create_selective_checkpoint_contexts, partial(_keep, kept=kept, skip=skip))
         block.forward = _checkpointed(block.forward, config, context_fn)
 
@@ -86,11 +90,11 @@ def _checkpointed(
 
 
 def _keep(
-    context: Any, op: Any, *args: Any, kept: tuple[Any, ...], skip: frozenset[tuple[int, ...]], **kwargs: Any
+    context: Any, op: Any, *args: Any, kept: tuple[Any, ...], skip: frozenset[Shape], **kwargs: Any
 ) -> CheckpointPolicy:
     if op not in kept:
         return CheckpointPolicy.PREFER_RECOMPUTE
-    if any(isinstance(arg, torch.Tensor) and tuple(arg.shape) in skip for arg in args):
+    if not skip.isdisjoint(_weights_of(op, args)):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
 
@@ -99,11 +103,32 @@ def _has_cpu_dtensors(block: nn.Module) -> bool:
     return any(isinstance(p, DTensor) and p.device_mesh.device_type == "cpu" for p in block.parameters())
 
 
-def _weight_shapes(block: nn.Module, names: list[str]) -> frozenset[tuple[int, ...]]:
-    """Shapes (and transposed shapes) of the weights of the named modules: their products are recomputed."""
-    shapes: set[tuple[int, ...]] = set()
+def _weights_of(op: Any, args: tuple[Any, ...]) -> list[Shape]:
+    """(out, in) of the weights of a matrix product. Operators see no names: shapes are all there is to tell them by."""
+    if op is aten.addmm.default:
+        return [tuple(args[2].shape[::-1])]
+    if op in (aten.mm.default, aten._scaled_mm.default):
+        return [tuple(args[1].shape[::-1])]
+    if op in (aten.linear.default, product_sum._opoverload):
+        return [tuple(args[1].shape)]
+    return [tuple(weight.shape) for weight in args[1]] if op is gather_products._opoverload else []
+
+
+def _weight_shapes(block: nn.Module, names: list[str]) -> frozenset[Shape]:
+    """(out, in) of the weights on this rank of the linears whose names end in one of `names`."""
+    return frozenset(
+        shape for name, shape in _linears(block) if any(name.endswith(wanted) for wanted in names)
+    )
+
+
+def _last_product(block: nn.Module) -> frozenset[Shape]:
+    """The shape of a dense block's last weight, if no other weight of the block has it."""
+    others = {shape for name, shape in _linears(block) if name != "feed_forward.w2"}
+    return _weight_shapes(block, ["feed_forward.w2"]) - others
+
+
+def _linears(block: nn.Module) -> Iterator[tuple[str, Shape]]:
     for name, module in block.named_modules():
-        if isinstance(module, nn.Linear) and any(name.endswith(wanted) for wanted in names):
-            shape = tuple(module.weight.shape)
-            shapes |= {shape, shape[::-1]}
-    return frozenset(shapes)
+        if isinstance(module, nn.Linear):
+            weight = module.weight
+            yield name, tuple((weight.to_local() if isinstance(weight, DTensor) else weight).shape)

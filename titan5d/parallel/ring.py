@@ -52,7 +52,11 @@ class Exchange(Protocol):
 
 
 class PointToPoint:
-    """The real exchange. A wait raises after the timeout of the process group."""
+    """The real exchange. A wait raises after the timeout of the process group.
+
+    With documents some ranks may have nothing to exchange, and NCCL sets a group up at its first use, on all ranks at
+    once: let it be set up beforehand (`device_id` of init_process_group, or one barrier).
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -124,7 +128,9 @@ def ring_backward(
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     home = none.new_zeros((2, *k.shape))  # dk, dv of the own block, as far as they are made here
     returned = none  # and what all other ranks add to them
-    travelling = none  # dk, dv of the block that is here, as far as the ranks before this one have summed them
+    travelling = (
+        none  # dk, dv of the block that is here, as far as the ranks before this one have summed them
+    )
     wait_gradients: Wait = _nothing
     for step in range(plan.degree):
         sends = [(kv, following)] if plan.goes_on(step) else []
@@ -170,7 +176,13 @@ def _alone(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor,
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, zigzag: bool, group_name: str | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    zigzag: bool,
+    group_name: str | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     plan, exchange = _ring(q, documents, zigzag, group_name)
     kernels = choose_block_kernels(q.device.type, q.dtype, q.shape[-1])

@@ -61,13 +61,13 @@ class TensorParallelProducts(Products):
 
     def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         """x (B, S/t, in) of the residual stream -> (B, S, this rank's outputs) of each layer."""
-        outs = _ColumnProducts.apply(x, self.cut, *[self._rows(linear.weight) for linear in linears])
+        outs = column_products(x, [self._rows(linear.weight) for linear in linears], self.cut)
         biases = [linear.bias for linear in linears]
         return [out if bias is None else out + self._rows(bias) for out, bias in zip(outs, biases, strict=True)]
 
     def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """x (B, S, this rank's inputs) -> (B, S/t, out) of the residual stream."""
-        out = _RowProduct.apply(x, _local(linear.weight), self.cut)
+        out = row_product(x, _local(linear.weight), self.cut)
         if linear.bias is None:
             return out
         # Added once, after the sum; under sequence parallelism each rank's tokens give a summand of its gradient
@@ -98,15 +98,33 @@ def local_replica(parameter: Tensor, partial: bool) -> Tensor:
     return parameter.to_local(grad_placements=[Partial() if partial else Replicate()])
 
 
+def column_products(x: Tensor, weights: Sequence[Tensor], cut: TensorCut) -> Sequence[Tensor]:
+    """x (B, S/t, D) of the residual stream times this rank's W_i^T, W_i (N_i, D): (B, S, N_i) each."""
+    if torch.is_grad_enabled():
+        return _ColumnProducts.apply(x, cut, *weights)
+    return _column_forward(x, weights, cut, keep=False)  # the compiler loses its way in a Function without gradients
+
+
+def row_product(x: Tensor, weight: Tensor, cut: TensorCut) -> Tensor:
+    """The sum over ranks of their x (B, S, N) times their W^T, W (D, N), as a piece of the stream: (B, S/t, D)."""
+    if torch.is_grad_enabled():
+        return _RowProduct.apply(x, weight, cut)
+    return product_sum(x, weight, cut.group_name, cut.degree, cut.sequence_parallel, cut.overlap)
+
+
+def _column_forward(x: Tensor, weights: Sequence[Tensor], cut: TensorCut, keep: bool) -> list[Tensor]:
+    """The outputs, and if `keep` what they were made of, last."""
+    if cut.sequence_parallel:
+        return gather_products(x, weights, cut.group_name, cut.degree, keep, cut.overlap)
+    return [F.linear(x, weight) for weight in weights] + ([x] if keep else [])
+
+
 class _ColumnProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: TensorCut, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.cut = cut
-        if not cut.sequence_parallel:
-            ctx.save_for_backward(x, *weights)
-            return tuple(F.linear(x, weight) for weight in weights)
         keep = not cut.regather_input
-        outs = gather_products(x, weights, cut.group_name, cut.degree, keep, cut.overlap)
+        outs = _column_forward(x, weights, cut, keep)
         ctx.save_for_backward(outs[-1] if keep else x, *weights)
         return tuple(outs[: len(weights)])
 
@@ -173,7 +191,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 def gather_products(
     x: Tensor, weights: Sequence[Tensor], group_name: str, degree: int, keep: bool, overlap: bool
 ) -> list[Tensor]:
-    """The whole X of which x (B, S/t, D) is a piece, times each W_i^T (N_i, D): (B, S, N_i). If `keep`, X comes last."""
+    """The whole X of which x (B, S/t, D) is a piece, times each W_i^T, (N_i, D): (B, S, N_i). `keep`: X comes last."""
     cut = TensorCut(group_name, degree, rank=-1)
     if overlap:
         gathered, outs = torch.ops.symm_mem.fused_all_gather_matmul(

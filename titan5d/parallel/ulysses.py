@@ -29,7 +29,9 @@ from titan5d.parallel.zigzag import LoadBalancer, SequenceCut
 @torch.library.custom_op("titan5d::tokens_to_heads", mutates_args=())
 def tokens_to_heads(x: Tensor, zigzag: bool, group_name: str, degree: int) -> Tensor:
     """(B, S / degree, H, head_dim), all heads -> (B, S, H / degree, head_dim), all tokens in their natural order."""
-    outgoing = torch.stack(x.chunk(degree, 2))  # (degree, B, S / degree, H / degree, head_dim), by destination
+    outgoing = torch.stack(
+        x.chunk(degree, 2)
+    )  # (degree, B, S / degree, H / degree, head_dim), by destination
     incoming = torch.empty_like(outgoing)  # by source
     dist.all_to_all_single(incoming, outgoing, group=group_named(group_name))
     return _cut(zigzag, degree).unshard(incoming.unbind(0))
@@ -99,7 +101,9 @@ class UlyssesAttention(nn.Module):
         if copies > 1:  # each rank gets the KV heads its query heads read; autograd sums over the copies
             k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
         # One exchange for all three: beside each group of query heads its group of KV heads.
-        groups = [x.unflatten(2, (degree, -1)) for x in (q, k, v)]  # (B, S / degree, degree, heads / degree, head_dim)
+        groups = [
+            x.unflatten(2, (degree, -1)) for x in (q, k, v)
+        ]  # (B, S / degree, degree, heads / degree, head_dim)
         heads = [x.shape[3] for x in groups]
         fused = torch.cat(groups, 3).flatten(2, 3)
         fused = tokens_to_heads(fused, self.zigzag, self.group_name, degree)

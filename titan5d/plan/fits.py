@@ -1,7 +1,11 @@
-"""Does a run fit in the memory of the machine it is started on? Answered with numbers before anything is allocated."""
+"""Does a run fit in the memory of the machine it is started on? Answered with numbers before anything is allocated.
+
+Also: which ZeRO stage is the least that fits, where the config leaves that open.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,34 +13,95 @@ import torch
 from titan5d.config.check import Layout
 from titan5d.config.schema import Config
 from titan5d.models.args import ModelArgs, count_parameters
-from titan5d.plan.memory import StateBytes, layer_activation_bytes, state_bytes
+from titan5d.plan.memory import StateBytes, head_activation_bytes, layer_activation_bytes, state_bytes
 
 GIB = 2**30
 ELEMENT = {"float32": 4, "bfloat16": 2}
 OPTIMIZER_BYTES = {"AdamW": 8, "Adam": 8, "Muon": 4, "SGD": 4}
+FILL = 0.8
+"""Share of the memory that an estimate may fill: the rest is for kernels' workspaces, buffers and fragmentation."""
 
 
 def rank_bytes(config: Config, args: ModelArgs, layout: Layout) -> tuple[StateBytes, float]:
-    """(training state, activations) in bytes of the fullest rank, as a lower bound: no fragmentation, no workspaces."""
+    """(training state, activations) in bytes of the fullest rank, without fragmentation and workspaces of kernels."""
     topology, training = layout.topology, config.training
     count = count_parameters(args)
     model_cut = topology.tp * topology.pp
     optimizer = OPTIMIZER_BYTES[config.optimizer.name]
     if config.optimizer.name == "SGD" and not config.optimizer.momentum:
         optimizer = 0
+    stored, element = ELEMENT[training.dtype], ELEMENT[training.mixed_precision_param]
     state = state_bytes(
         count.total // model_cut,
         count.largest_unit // topology.tp,
         layout.zero_stage,
         topology.dp_shard * topology.cp,
-        ELEMENT[training.dtype],
-        ELEMENT[training.mixed_precision_param],
-        optimizer * ELEMENT[training.dtype] // 4,
+        stored,
+        element,
+        optimizer * stored // 4,
+        accumulates=layout.accumulation > 1,
+        working_copy=topology.dp * topology.cp > 1 or stored != element,
     )
     tokens = training.local_batch_size * training.seq_len // topology.cp
-    element = ELEMENT[training.mixed_precision_param]
-    kept = layer_activation_bytes(args, tokens, element, config.activation_checkpoint.mode)
-    return state, kept * args.n_layers / model_cut
+    blocks = _block_activations(config, args, tokens, element) / model_cut
+    head = head_activation_bytes(args, tokens, element, training.loss_chunk_mib * 2**20, topology.tp)
+    return state, blocks + head
+
+
+def _block_activations(config: Config, args: ModelArgs, tokens: int, element: int) -> float:
+    """What all blocks keep, and what the one whose backward runs has computed again."""
+    ac = config.activation_checkpoint
+    whole, least = (layer_activation_bytes(args, tokens, element, mode) for mode in ("none", "full"))
+    if ac.mode == "none":
+        return whole * args.n_layers
+    if ac.mode == "memory_budget":
+        kept = least + ac.memory_budget * (whole - least)
+    elif ac.mode == "selective" and ac.selective_ac_option != "op":
+        recomputed = len(range(0, args.n_layers, int(ac.selective_ac_option))) / args.n_layers
+        kept = recomputed * least + (1 - recomputed) * whole
+    else:
+        kept = layer_activation_bytes(args, tokens, element, ac.mode)
+    return kept * args.n_layers + whole - least
+
+
+def peak_bytes(config: Config, args: ModelArgs, layout: Layout, device_type: str) -> float:
+    """Bytes of the fullest rank on its device at the fullest moment of a step."""
+    state, activations = rank_bytes(config, args, layout)
+    if config.training.enable_cpu_offload and device_type != "cpu":
+        whole = layout.zero_stage <= 1 and layout.accumulation > 1  # these wait on the device to be reduced
+        state = replace(state, weights=0, optimizer=0, gradients=state.gradients if whole else 0)
+    if layout.accumulation > 1:
+        return state.total + activations
+    # In the only backward, activations go as gradients come
+    return state.total + activations - min(state.gradients, activations)
+
+
+def least_zero_stage(
+    config: Config, args: ModelArgs, layout: Layout, device_type: str, ranks_here: int
+) -> tuple[int, str]:
+    """(the least of the stages 1, 2, 3 whose estimate fits, one line that says why); 3 if none does.
+
+    Less sharding is less communication and fewer interruptions, so what fits need not be cut.
+    """
+    have, place = device_memory(device_type, ranks_here)
+    shown, chosen = [], 3
+    for stage in (1, 2, 3):
+        need = peak_bytes(config, args, replace(layout, zero_stage=stage), device_type)
+        shown.append(f"stage {stage} needs {need / GIB:.2f} GiB")
+        if need <= FILL * have:
+            chosen = stage
+            break
+    return chosen, (
+        f"zero_stage {chosen}: the least that fits {FILL:.0%} of {have / GIB:.2f} GiB, a rank's share of {place}"
+        f" ({', '.join(shown)}); set parallelism.zero_stage to choose otherwise"
+    )
+
+
+def device_memory(device_type: str, ranks_here: int) -> tuple[float, str]:
+    """(bytes one rank may use, the place they are in)."""
+    if device_type == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory), "this GPU"
+    return machine_memory() / ranks_here, f"this machine ({ranks_here} CPU ranks)"
 
 
 def memory_problems(
@@ -44,22 +109,21 @@ def memory_problems(
 ) -> list[str]:
     """One sentence when the ranks of this machine need more than its memory, else nothing."""
     state, activations = rank_bytes(config, args, layout)
-    need = state.total + activations
-    if device_type == "cuda":
-        have, place = float(torch.cuda.get_device_properties(0).total_memory), "this GPU"
-    else:
-        need, have, place = need * ranks_here, machine_memory(), f"this machine ({ranks_here} CPU ranks)"
+    need = peak_bytes(config, args, layout, device_type)
+    have, place = device_memory(device_type, ranks_here)
     if need <= have:
         return []
     total = count_parameters(args).total
     each = f"{state.weights / GIB:.1f} weights + {state.gradients / GIB:.1f} gradients + {state.optimizer / GIB:.1f}"
-    each += f" optimizer + {state.gathered / GIB:.1f} gathered weights + {activations / GIB:.1f} activations"
+    each += f" optimizer + {(state.gathered + state.buffers) / GIB:.1f} gathered weights and buffers"
+    each += f" + {activations / GIB:.1f} activations"
+    ranks = ranks_here if device_type == "cpu" else 1
     return [
         f"model.flavor = {config.model.flavor!r} has {total:,} parameters; on {layout.topology} with zero_stage"
-        f" {layout.zero_stage} a rank needs at least {(state.total + activations) / GIB:.1f} GiB ({each}), in all"
-        f" {need / GIB:.1f} GiB on {place}, which has {have / GIB:.1f} GiB. Train on more or larger devices, shard more"
-        " (a higher zero_stage, more ranks), recompute (activation_checkpoint.mode = 'full'), or take a smaller"
-        " model.flavor"
+        f" {layout.zero_stage} a rank needs at least {need / GIB:.1f} GiB ({each}), in all"
+        f" {need * ranks / GIB:.1f} GiB on {place}, which has {have * ranks / GIB:.1f} GiB. Train on more or larger"
+        " devices, shard more (a higher zero_stage, more ranks), recompute (activation_checkpoint.mode = 'full'), or"
+        " take a smaller model.flavor"
     ]
 
 

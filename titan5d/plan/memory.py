@@ -2,14 +2,17 @@
 
 Training state per parameter, 16 bytes in fp32 (weights 4, gradients 4, Adam 4 + 4), cut over N ranks by stage:
 
-    stage   weights   gradients   optimizer
-      0        1          1           1          bf16 compute adds a gathered bf16 copy
-      1        1/N        1           1/N        FSDP2: weights are sharded between steps, gathered within
-      2        1/N        1/N         1/N
-      3        1/N        1/N         1/N        and only a few units are gathered at a time
+    stage   weights   gradients   optimizer   gathered
+      0        1          1           1          1         a working copy in the compute type, as in all stages
+      1        1/N        1           1/N        1         weights are sharded between steps, gathered within
+      2        1/N        1/N         1/N        1
+      3        1/N        1/N         1/N        2 units   the one in use, and the one fetched ahead
 
-Within a step, stages 1 and 2 hold the gathered weights of all units, stage 3 those of two units at a time (the one in
-use and the one fetched ahead). Gathered copies have the compute type.
+    With one micro-batch a step nothing accumulates, and stage 1 holds 1/N of the gradients as stage 2 does.
+    On top come the buffers of one unit: its own gradients, and in the reduce type what is sent.
+    One rank that computes in the type it stores works on the weights themselves: gathered 0, buffers 0.
+
+What is measured: metrics/memory_ledger.py; that both agree: tests/parallel/test_data_ledger.py and test_recompute.py.
 """
 
 from __future__ import annotations
@@ -21,18 +24,31 @@ if TYPE_CHECKING:
     from titan5d.models.args import ModelArgs
 
 
+REDUCE_BYTES = 4
+"""Gradients are summed, and accumulated over micro-batches, in fp32."""
+
+
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank at the fullest moment of a step."""
+    """Bytes on one rank, each at its fullest moment of a step.
+
+    Attributes:
+        weights, optimizer: as stored.
+        gradients: what is kept until the update.
+        gathered: whole weights in the compute type, with the buffers of their gather.
+        buffers: gradients of the unit that is being reduced, and what is sent for it.
+    """
 
     weights: float
     gradients: float
     optimizer: float
     gathered: float
+    buffers: float
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.gathered
+        """An upper bound: the moments differ."""
+        return self.weights + self.gradients + self.optimizer + self.gathered + self.buffers
 
 
 def state_bytes(
@@ -43,6 +59,8 @@ def state_bytes(
     param_bytes: int = 4,
     compute_bytes: int = 4,
     optimizer_bytes: int = 8,
+    accumulates: bool = True,
+    working_copy: bool = True,
 ) -> StateBytes:
     """Training state of `parameters` elements sharded over `shards` ranks.
 
@@ -51,39 +69,62 @@ def state_bytes(
         largest_unit: elements of the largest unit gathered at once.
         param_bytes, compute_bytes: per element as stored, as gathered.
         optimizer_bytes: per element; 8 for Adam, 4 for SGD with momentum or Muon, 0 for plain SGD.
+        accumulates: several micro-batches a step.
+        working_copy: False for one rank that computes in the type it stores.
     """
     cut = parameters / shards
     stored = parameters if stage == 0 else cut
-    whole_gradients = 4 if compute_bytes < 4 else param_bytes  # accumulated in the reduce type
+    gradients = stored * param_bytes
+    if accumulates and stage <= 1 and working_copy:
+        gradients = parameters * REDUCE_BYTES
+    gathered = min(2, parameters / largest_unit) * largest_unit if stage == 3 else parameters + largest_unit
     if stage == 0:
-        # replicated parameters in the type they are stored in need no second copy
-        gathered = parameters * compute_bytes if compute_bytes != param_bytes else 0
-    elif shards == 1 and compute_bytes == param_bytes:
-        gathered = 0
-    else:
-        gathered = compute_bytes * (parameters if stage <= 2 else min(parameters, 2 * largest_unit))
+        gathered = parameters  # copied, not gathered: no buffer
     return StateBytes(
         weights=stored * param_bytes,
-        gradients=parameters * whole_gradients
-        if stage <= 1
-        else cut * param_bytes + largest_unit * whole_gradients,
+        gradients=gradients,
         optimizer=stored * optimizer_bytes,
-        gathered=gathered,
+        gathered=gathered * compute_bytes if working_copy else 0,
+        buffers=largest_unit * (compute_bytes + REDUCE_BYTES) if working_copy else 0,
     )
 
 
 def layer_activation_bytes(args: ModelArgs, tokens: int, element_bytes: int, recompute: str) -> float:
     """What one block keeps for backward, for `tokens` tokens of one micro-batch.
 
-    Source: A1 = T (8h + 4 n_h d + 4 n_kv d + 8f + 4 n_h) bytes in bf16 for SwiGLU, GQA, flash attention (with the fp32
-    log-sum-exp as the last term); full recompute keeps the block's input only.
+    none: A1 = T (8h + 4 n_h d + 4 n_kv d + 6f + 4 n_h + 8) bytes in bf16: the two inputs of the norms and what they
+    return; rotated q, k, v and the attention's output; gate, up and their product (silu is computed again); fp32
+    log-sum-exp of each head and scale of each norm.
+    selective: outputs of the products, except the last one, which nothing needs again, and the block's input.
+    full: the block's input.
     """
     heads = args.n_heads * args.head_dim
     kv = args.n_kv_heads * args.head_dim
     if recompute == "full":
         return tokens * args.dim * element_bytes
     half = element_bytes / 2
-    products = tokens * half * (4 * args.dim + 2 * heads + 4 * kv + 4 * args.ffn_dim)
     if recompute == "selective":
-        return products
-    return tokens * (half * (8 * args.dim + 4 * heads + 4 * kv + 8 * args.ffn_dim) + 4 * args.n_heads)
+        return tokens * half * (4 * args.dim + 2 * heads + 4 * kv + 4 * args.ffn_dim)
+    per_token = 8 * args.dim + 4 * heads + 4 * kv + 6 * args.ffn_dim
+    return tokens * (half * per_token + 4 * args.n_heads + 8)
+
+
+def head_activation_bytes(
+    args: ModelArgs, tokens: int, element_bytes: int, chunk_bytes: float, vocab_cut: int = 1
+) -> float:
+    """What the final norm, the head and the loss hold while the loss is made, which is the fullest moment of a step.
+
+    Args:
+        chunk_bytes: largest piece of the fp32 logits (training.loss_chunk_mib); 0 = all at once.
+        vocab_cut: ranks that share the vocabulary.
+    """
+    vocab = args.vocab_size / vocab_cut
+    logits = 4 * tokens * vocab
+    chunked = bool(chunk_bytes) and logits > chunk_bytes
+    piece = chunk_bytes if chunked else logits
+    # input of the norm, of the head, and its gradient; the head's gradient; logits in fp32 and in the compute type
+    hidden = 3 * tokens * args.dim * element_bytes
+    weight_gradient = (
+        args.dim * vocab * (4 + element_bytes if chunked and element_bytes < 4 else element_bytes)
+    )
+    return hidden + weight_gradient + piece * (1 if element_bytes == 4 else 1 + element_bytes / 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from titan5d.models.decoder import Decoder
 from titan5d.parallel.data import before_microbatch
 from titan5d.parallel.gradients import clip_by_norm, global_norm, reduce_partial_gradients
 from titan5d.parallel.mesh import Meshes
+from titan5d.parallel.pipeline_schedule import Pipeline, split_rows, stage_input
 from titan5d.train import routing
 from titan5d.train.loss import IGNORE, StepCounts, count_step, normalized, step_loss
 
@@ -46,29 +48,32 @@ def train_step(
     zero_stage: int,
     max_norm: float,
     device: torch.device,
+    pipeline: Pipeline | None = None,
 ) -> StepResult:
     """Trains on one global batch, of which `micro_batches` are this rank's part.
 
     Without any valid target in the whole batch nothing changes. With a gradient norm that is not finite the update is
-    left out, so a bad batch never reaches the weights or the optimizer's moments.
+    left out, so a bad batch never reaches the weights or the optimizer's moments. With several pipeline ranks, `model`
+    is this rank's stages and `pipeline` runs them.
     """
+    if pipeline is not None:
+        micro_batches = list(split_rows(micro_batches, pipeline.plan.microbatch_size))
     counts = count_step(micro_batches, meshes.group("batch"), device)
     valid = counts.valid_targets
     if valid == 0:
         return StepResult(0.0, 0.0, 0.0, counts, updated=False)
 
     routing.begin_step(model, counts)
-    loss_sum, row_sums = torch.zeros((), device=device), []
-    for index, batch in enumerate(micro_batches):
-        before_microbatch(model, zero_stage, last=index == len(micro_batches) - 1)
-        part, rows = forward(model, batch, device)
-        normalized(part, valid).backward()
-        loss_sum += part.detach()
-        row_sums.append(rows)
+    parameters = counted = list(model.parameters())
+    if pipeline is None:
+        loss_sum, row_sums = accumulate(model, micro_batches, zero_stage, valid, device)
+    else:
+        inputs = [stage_input(batch, device) for batch in micro_batches]
+        loss_sum, row_sums = pipeline.step(inputs, partial(normalized, valid_targets=valid))
+        counted = pipeline.model.counted_parameters()
 
-    parameters = list(model.parameters())
     reduce_partial_gradients(parameters)
-    norm = global_norm(parameters, pipeline_group=meshes.group("pp"))
+    norm = global_norm(counted, pipeline_group=meshes.group("pp"))
     clip_by_norm(parameters, norm, max_norm)
     grad_norm = float(norm)
     if finite := math.isfinite(grad_norm):
@@ -78,8 +83,22 @@ def train_step(
 
     row_valid = torch.cat([(batch.labels != IGNORE).sum(dim=1) for batch in micro_batches])
     groups = meshes.group("loss"), meshes.group("cp")
-    loss, max_loss = step_loss(loss_sum, torch.cat(row_sums), row_valid, valid, *groups)
+    loss, max_loss = step_loss(loss_sum, row_sums, row_valid, valid, *groups)
     return StepResult(loss, max_loss, grad_norm, counts, updated=finite, routing=load)
+
+
+def accumulate(
+    model: Decoder, micro_batches: Sequence[MicroBatch], zero_stage: int, valid: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward and backward, one micro-batch after the other: (sum of token losses; by row, (rows,))."""
+    loss_sum, row_sums = torch.zeros((), device=device), []
+    for index, batch in enumerate(micro_batches):
+        before_microbatch(model, zero_stage, last=index == len(micro_batches) - 1)
+        part, rows = forward(model, batch, device)
+        normalized(part, valid).backward()
+        loss_sum += part.detach()
+        row_sums.append(rows)
+    return loss_sum, torch.cat(row_sums)
 
 
 def forward(model: Decoder, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,275 @@
+"""Runs a schedule's table: this rank's row, slot by slot.
+
+    F   hidden states in (received, or from a stage on this rank), forward, hidden states out
+    B   gradient of the output in, backward, gradient of the input out
+    I   the same, weight gradients put off (deferred_weights.py)
+    W   the weight gradients that I put off
+
+All micro-batches of an optimizer step go through one pass, so accumulation adds no bubble. The table is the one that
+is simulated, drawn and tested; it says what happens in which order, and waits follow from it (pipeline_messages.py).
+
+Why not torch's own runtime: it splits backward by walking the graph, which compiled blocks refuse, recomputes
+activations several times under checkpointing and loses gradients when FSDP reshards in between; it fixes shapes at
+the first step; and its interfaces differ between versions. What is left of it without these is this page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan5d.config.pipeline_plan import PipelinePlan
+from titan5d.data.dataset import IGNORE, MicroBatch
+from titan5d.parallel.pipeline import PipelineModel, sum_tied_gradients
+from titan5d.parallel.pipeline_data import before_backward, reduce_gradients
+from titan5d.parallel.pipeline_messages import Messages, PipelineGroups, connect, needed_messages
+from titan5d.schedules.check import check
+from titan5d.schedules.table import Action, Overlap, Schedule, Slot
+
+SlotClock = Callable[[Slot, Callable[[], None]], None]
+"""Runs what a slot does and notes when it began and ended."""
+
+
+@dataclass(frozen=True)
+class StageInput:
+    """What every stage gets of one micro-batch, on the device: (B, S) each, whole rows.
+
+    tokens and labels are read by the first and the last stage; positions and document ids by all of them.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    document_ids: Tensor | None
+    labels: Tensor
+
+
+class Pipeline:
+    """The pipeline that this rank is part of.
+
+    Args:
+        sequence_ranks: over how many ranks the hidden states of a row are cut between stages (context ranks, times
+            tensor ranks with sequence parallelism).
+        dtype: of the hidden states.
+        zero_stage: of the data-parallel cut inside the stages.
+
+    Attributes:
+        most_held: most (stage, micro-batch) whose activations, or what weight gradients need of them, were held at
+            once in the last step.
+        slot_clock: if set, every slot of a training pass runs through it.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModel,
+        plan: PipelinePlan,
+        groups: PipelineGroups,
+        sequence_ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        zero_stage: int,
+    ) -> None:
+        self.model, self.plan, self.groups = model, plan, groups
+        self.schedule = plan.schedule
+        check(self.schedule)
+        self.sequence_ranks, self.dtype, self.device = sequence_ranks, dtype, device
+        self.zero_stage = zero_stage
+        self.loss_rank = self.schedule.rank_of_stage[-1]
+        self.most_held = 0
+        self.slot_clock: SlotClock | None = None
+        connect(groups, self.schedule, device)
+
+    def step(
+        self, micro_batches: Sequence[StageInput], scaled: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward of all micro-batches of an optimizer step.
+
+        Args:
+            scaled: sum of token losses of a micro-batch -> its share of the step's loss, which backward runs on.
+
+        Returns:
+            (sum of token losses, fp32 scalar; by row, fp32 (rows,)), on every rank of the pipeline.
+        """
+        run = _Pass(self, self.schedule, micro_batches, scaled)
+        run.run(self.slot_clock)
+        self.most_held = run.most_held
+        sum_tied_gradients(self.model, self.schedule, self.groups)
+        return self._losses(run, micro_batches)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[StageInput]) -> Tensor:
+        """Sum of token losses over the micro-batches, any number of them; on every rank of the pipeline."""
+        run = _Pass(self, forward_table(self.schedule, len(micro_batches)), micro_batches, scaled=None)
+        run.run(None)
+        return self._losses(run, micro_batches)[0]
+
+    def _losses(self, run: _Pass, micro_batches: Sequence[StageInput]) -> tuple[Tensor, Tensor]:
+        """From the rank of the last stage to all."""
+        rows = sum(batch.tokens.shape[0] for batch in micro_batches)
+        both = torch.zeros(1 + rows, dtype=torch.float32, device=self.device)
+        if self.groups.rank == self.loss_rank:
+            order = range(len(micro_batches))
+            both[0] = torch.stack([run.loss_sums[index] for index in order]).sum()
+            both[1:] = torch.cat([run.row_sums[index] for index in order])
+        dist.broadcast(both, group=self.groups.down, group_src=self.loss_rank)
+        return both[0], both[1:]
+
+
+def split_rows(batches: Iterable[MicroBatch], size: int) -> Iterator[MicroBatch]:
+    """The same rows in micro-batches of `size`; what does not divide leaves a smaller one at the end of each."""
+    for batch in batches:
+        for first in range(0, batch.tokens.shape[0], size):
+            rows = slice(first, first + size)
+            labels, ids = batch.labels[rows], batch.document_ids
+            yield MicroBatch(
+                tokens=batch.tokens[rows],
+                labels=labels,
+                positions=batch.positions[rows],
+                document_ids=None if ids is None else ids[rows],
+                sample_ids=batch.sample_ids[rows],
+                valid_tokens=int((labels != IGNORE).sum()),
+            )
+
+
+def stage_input(batch: MicroBatch, device: torch.device) -> StageInput:
+    """The tensors of a micro-batch on the device."""
+    ids = batch.document_ids
+    return StageInput(
+        tokens=batch.tokens.to(device, non_blocking=True),
+        positions=batch.positions.to(device, non_blocking=True),
+        document_ids=None if ids is None else ids.to(device, non_blocking=True),
+        labels=batch.labels.to(device, non_blocking=True),
+    )
+
+
+def forward_table(schedule: Schedule, microbatches: int) -> Schedule:
+    """A pass without backward over the same stages: each rank takes all micro-batches through one stage after the
+    other. Works for any placement, since a stage only waits for lower ones."""
+    rows = tuple(
+        tuple(Action(stage, "F", index) for stage in schedule.stages_of_rank(rank) for index in range(microbatches))
+        for rank in range(schedule.n_ranks)
+    )
+    return Schedule(schedule.name, microbatches, schedule.rank_of_stage, rows, forward_only=True)
+
+
+class _Pass:
+    """One run through a table on this rank: what is held between its slots."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        micro_batches: Sequence[StageInput],
+        scaled: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        if len(micro_batches) != schedule.microbatches:
+            raise ValueError(
+                f"{len(micro_batches)} micro-batches for a table of {schedule.microbatches} ({schedule.name})"
+            )
+        self.pipeline, self.schedule = pipeline, schedule
+        self.micro_batches, self.scaled = micro_batches, scaled
+        self.rank = pipeline.groups.rank
+        self.messages = Messages(schedule, pipeline.groups, self._shape, pipeline.dtype, pipeline.device)
+        self.local: dict[tuple[str, int, int], Tensor] = {}  # made and used by stages of this rank
+        self.held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, micro-batch) -> input, output
+        self.last_of_stage = {action.stage: action for action in schedule.actions(self.rank)}
+        self.loss_sums: dict[int, Tensor] = {}
+        self.row_sums: dict[int, Tensor] = {}
+        self.most_held = 0
+
+    def run(self, clock: SlotClock | None) -> None:
+        row = self.schedule.rows[self.rank]
+        for index, slot in enumerate(row):
+            # one slot ahead: what the next one needs travels while this one computes
+            for soon in row[index : index + 2]:
+                self.messages.expect(needed_messages(soon, self.rank, self.schedule))
+            arrived = {
+                message: self.messages.receive(message)
+                for message in needed_messages(slot, self.rank, self.schedule)
+            }
+            self.local |= arrived
+            if clock is None:
+                self._slot(slot)
+            else:
+                clock(slot, lambda slot=slot: self._slot(slot))  # type: ignore[misc]
+        self.messages.finish()
+
+    def _slot(self, slot: Slot) -> None:
+        if isinstance(slot, Overlap):
+            self._overlap(slot)
+        elif slot.kind == "F":
+            self._forward(slot)
+        elif slot.kind == "W":
+            self._weight_gradients(slot)
+        else:
+            self._backward(slot)
+
+    def _overlap(self, slot: Overlap) -> None:
+        """A forward and a backward of two micro-batches in one slot. Their communication is to hide behind each
+        other's compute: what a block exchanges inside (all-to-all of experts) is where they can be interleaved. Here
+        they run one after the other, which computes the same."""
+        self._forward(slot.forward)
+        self._backward(slot.backward)
+
+    def _forward(self, action: Action) -> None:
+        stage, _, index = action
+        batch = self.micro_batches[index]
+        if stage == 0:
+            x = batch.tokens
+        else:
+            x = self.local.pop(("F", stage - 1, index))
+            x = x.detach().requires_grad_(self.scaled is not None)
+        model = self.pipeline.model.stages[stage]
+        if stage == self.schedule.n_stages - 1:
+            loss_sum, row_sums = model(x, batch.positions, batch.document_ids, batch.labels)
+            self.loss_sums[index], self.row_sums[index] = loss_sum.detach(), row_sums
+            out = loss_sum if self.scaled is None else self.scaled(loss_sum)
+        else:
+            out = model(x, batch.positions, batch.document_ids)
+            self._hand_over(("F", stage, index), out.detach())
+        if self.scaled is not None:
+            self.held[stage, index] = (x, out)
+            waiting = self.pipeline.model.weight_gradients
+            self.most_held = max(self.most_held, len(self.held) + (0 if waiting is None else len(waiting)))
+
+    def _backward(self, action: Action) -> None:
+        stage, kind, index = action
+        x, out = self.held.pop((stage, index))
+        grad = None if stage == self.schedule.n_stages - 1 else self.local.pop(("I", stage + 1, index))
+        store = self.pipeline.model.weight_gradients
+        before_backward(
+            self.pipeline.model.stages[stage], self.pipeline.zero_stage, last=self._is_last(action)
+        )
+        with nullcontext() if kind == "B" or store is None else store.putting_off((stage, index)):
+            torch.autograd.backward(out, grad)
+        if stage > 0:
+            assert x.grad is not None
+            self._hand_over(("I", stage, index), x.grad)
+
+    def _weight_gradients(self, action: Action) -> None:
+        store = self.pipeline.model.weight_gradients
+        if store is not None:
+            store.run((action.stage, action.microbatch))
+        if self._is_last(action):
+            reduce_gradients(self.pipeline.model.stages[action.stage])
+
+    def _is_last(self, action: Action) -> bool:
+        """Whether the stage has no gradients to make after this."""
+        return self.last_of_stage[action.stage] == action
+
+    def _hand_over(self, made: tuple[str, int, int], tensor: Tensor) -> None:
+        kind, stage, _ = made
+        consumer = stage + 1 if kind == "F" else stage - 1
+        if self.schedule.rank_of_stage[consumer] == self.rank:
+            self.local[made] = tensor
+        else:
+            self.messages.send(made, tensor)
+
+    def _shape(self, index: int) -> tuple[int, ...]:
+        """(B, S / ranks that share a row, D) of the hidden states of a micro-batch between two stages."""
+        rows, seq_len = self.micro_batches[index].tokens.shape
+        return rows, seq_len // self.pipeline.sequence_ranks, self.pipeline.model.args.dim
