@@ -61,7 +61,7 @@ class Clone:
         return file
 
     def start(self, *words: str, cwd: Path | None = None, **environ: str) -> subprocess.Popen[str]:
-        kept = {name: value for name, value in os.environ.items() if name != "TITAN5D_PYTHON"}
+        kept = {name: value for name, value in os.environ.items() if name not in ("TITAN5D_PYTHON", "PYTHONPATH")}
         return subprocess.Popen(
             [str(self.folder / words[0]), *words[1:]],
             cwd=cwd or self.folder,

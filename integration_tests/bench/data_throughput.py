@@ -4,7 +4,7 @@
 
 Builds random shards in a temporary folder, then times shards -> packing -> micro-batches without a prefetch
 thread. Prints tokens per CPU second for several row and document lengths, each also as a ratio to copying the
-same tokens out of the memory map, and the share of a training step that a given model speed would leave for data.
+same tokens out of the memory map. Exit status 1 if rows of 2,048 or more come slower than 20 M tokens a second.
 """
 
 from __future__ import annotations
@@ -80,14 +80,10 @@ def main() -> int:
             ceiling = copies_per_second(shards)
             for seq_len in (512, 2048, 8192):
                 speed = tokens_per_second(shards, seq_len)
-                results.append(
-                    {"document_length": document_length, "seq_len": seq_len, "tokens_per_s": round(speed)}
-                )
-                print(
-                    f"documents of {document_length:>6} tokens, rows of {seq_len:>5}: {speed / 1e6:6.1f} M tokens/s a core, "
-                    f"{speed / ceiling:5.1%} of a bare copy"
-                )
-    slow = [line for line in results if line["seq_len"] >= 2048 and line["tokens_per_s"] < WANTED]
+                results.append({"documents": document_length, "rows": seq_len, "tokens_per_s": round(speed)})
+                shape = f"documents of {document_length:>6} tokens, rows of {seq_len:>5}"
+                print(f"{shape}: {speed / 1e6:6.1f} M tokens/s a core, {speed / ceiling:5.1%} of a bare copy")
+    slow = [line for line in results if line["rows"] >= 2048 and line["tokens_per_s"] < WANTED]
     print(json.dumps({"wanted": WANTED, "slow": slow, "results": results}))
     return 1 if slow else 0
 

@@ -135,7 +135,9 @@ def test_pieces_without_a_document_leave_no_shard(tmp_path: Path) -> None:
 def test_source_without_a_document_is_refused_with_the_reasons(tmp_path: Path) -> None:
     file = tmp_path / "bad.txt"
     file.write_bytes(b"\n \n\xff\n")
-    with pytest.raises(DataError, match=r"no document in 1 files of .*: 2 empty, 1 invalid UTF-8"):
+    with pytest.raises(
+        DataError, match=r"no document in bad\.txt \(a document a line\): 2 empty, 1 invalid UTF-8"
+    ):
         build_shards(LineFiles([file], "bad.txt"), ByteTokenizer(), tmp_path / "out", log=quiet)
     with pytest.raises(DataError, match="the files are empty"):
         shards_of(tmp_path, [])

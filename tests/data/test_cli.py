@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.corpora import marked_documents
+from titan5d.data import cli
 from titan5d.data.cli import add_arguments, run
 
 
@@ -67,6 +68,20 @@ def test_refusals_have_status_2_and_a_reason(
     assert data(*arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""
+
+
+def test_ctrl_c_says_that_finished_shards_are_kept(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "build_shards", stopped)
+    assert (
+        data("build", "--dataset", "text", "--path", corpus, "--tokenizer", "bytes", "--out", str(tmp_path))
+        == 1
+    )
+    assert "the same command goes on from there" in capsys.readouterr().err
 
 
 def test_unknown_tokenizer_is_refused(

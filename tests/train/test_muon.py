@@ -82,7 +82,7 @@ def test_elementwise_optimizers_on_a_cut(name: str, implementation: str):
 
 
 def unreduced_gradient(shape: tuple[int, ...], placement: Placement) -> tuple[Tensor, Tensor, int]:
-    """Weights after a gradient that is still a sum over ranks, after the summed one, and the reductions of the first."""
+    """Weights after a gradient that is still a sum over ranks, after the summed one, and reductions of the first."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     weight, parts = torch.randn(shape), torch.randn(2, *shape)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from titan5d.config.load import ConfigError
+from titan5d.config.pipeline_plan import PipelinePlan, pipeline_plan
 from titan5d.config.schema import Config
 from titan5d.config.unavailable import unavailable
+from titan5d.schedules.table import ScheduleError
 from titan5d.topology import Topology, fill_degree
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class Layout:
         global_batch_size: rows per optimizer step over all ranks.
         accumulation: micro-batches per optimizer step on each rank.
         seed: of weights and data order.
+        pipeline: how the layers are cut; None with one pipeline rank.
     """
 
     topology: Topology
@@ -35,6 +38,7 @@ class Layout:
     global_batch_size: int
     accumulation: int
     seed: int
+    pipeline: PipelinePlan | None = None
 
 
 def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
@@ -64,6 +68,7 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
         problems += _context(config, args, topology)
         problems += _tensor(config, args, topology)
         problems += _experts(args, topology)
+        problems += _pipeline(config, args, topology)
     if problems:
         raise ConfigError(problems)
     global_batch = _global_batch(config, topology)
@@ -73,17 +78,29 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
         global_batch_size=global_batch,
         accumulation=global_batch // (config.training.local_batch_size * topology.dp),
         seed=config.training.seed if config.debug.seed is None else config.debug.seed,
+        pipeline=_plan(config, args, topology) if topology.pp > 1 else None,
     )
 
 
 def zero_stage(config: Config, topology: Topology) -> int:
-    """The stage asked for; without one, the least sharding that any world fits in: 3, and 0 where nothing can shard."""
+    """The stage asked for; without one 3, the most a run can shard, and 0 where there is nothing to shard over."""
     par = config.parallelism
     if par.zero_stage is not None:
         return par.zero_stage
     if topology.dp_shard * topology.cp == 1:
         return 0
     return 2 if par.fsdp_reshard_after_forward == "never" else 3
+
+
+def leaves_zero_stage_open(config: Config, topology: Topology) -> bool:
+    """Whether the run takes the least stage that fits (plan.fits.least_zero_stage) instead of a stage asked for."""
+    par = config.parallelism
+    asked = par.zero_stage, par.zero_reshard_degree
+    return (
+        asked == (None, None)
+        and par.fsdp_reshard_after_forward == "default"
+        and topology.dp_shard * topology.cp > 1
+    )
 
 
 def _global_batch(config: Config, topology: Topology) -> int:
@@ -274,6 +291,28 @@ def _context(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
             f" context_parallel_degree = {cp} ranks; use a degree that divides them, or 'ring'"
         )
     return problems
+
+
+def _plan(config: Config, args: ModelArgs, topology: Topology) -> PipelinePlan:
+    rows = _global_batch(config, topology) // topology.dp
+    return pipeline_plan(config, args.n_layers, topology.pp, rows)
+
+
+def _pipeline(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
+    if topology.pp == 1 and config.profiling.pipeline_trace:
+        return [
+            "profiling.pipeline_trace = true measures the schedule of a pipeline, but pipeline_parallel_degree = 1;"
+            " leave it out, or set a degree of 2 or more"
+        ]
+    if topology.pp == 1:
+        return []
+    if args.n_layers < 1 or config.training.local_batch_size < 1 or _batch(config, topology):
+        return []  # reported already, and nothing can be counted
+    try:
+        _plan(config, args, topology)
+    except ScheduleError as error:
+        return error.problems
+    return []
 
 
 def _experts(args: ModelArgs, topology: Topology) -> list[str]:

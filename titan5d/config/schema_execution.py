@@ -29,6 +29,9 @@ class Profiling(Section):
     """Write CUDA memory snapshots."""
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Folder inside the run folder."""
+    pipeline_trace: bool = False
+    """At every logged step: when each action of the pipeline's schedule really ran, as JSON and as a picture in
+    <save_traces_folder>/pipeline/step-N/, and the measured bubble as the metric pipeline_bubble."""
 
 
 @dataclass
@@ -41,7 +44,8 @@ class Parallelism(Section):
     """Ranks over which training state is sharded; -1 = all that are left."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """0 replicate everything, 1 shard optimizer state, 2 gradients too, 3 parameters too (docs/data_parallel.md).
-    Default: 3, or what fsdp_reshard_after_forward asks for."""
+    Default: the least of 1, 2, 3 whose estimate fits in 80% of a rank's memory, or what fsdp_reshard_after_forward
+    asks for."""
     zero_reshard_degree: int | None = None
     """zero_stage 3: after forward keep parameters sharded over this many neighbouring ranks only, instead of all:
     the backward gather then stays inside a node (ZeRO++ hpZ). Divides data_parallel_shard_degree."""
@@ -61,20 +65,25 @@ class Parallelism(Section):
     """With sequence_parallel: run the products in pieces while others travel (CUDA, ranks of one node)."""
     pipeline_parallel_degree: int = 1
     """Ranks that share the stack of layers."""
+    pipeline_parallel_layout: str | None = None
+    """The stages, written out: `E,t*3|t*4|t*4|t*3,N,H` = bars between stages, E embedding, t layers, N norm, H head
+    (docs/pipeline_parallel.md). Default: cut evenly by weight."""
     module_fqns_per_model_part: list[list[str]] | None = None
-    """Explicit module names of every pipeline stage."""
+    """The same as a list of module names per stage: tok_embeddings, layers.N, norm, output."""
     pipeline_parallel_first_stage_less_layers: int = 1
-    """How many layers fewer the first stage gets, for the embedding."""
+    """How many layers the embedding counts as, so how many fewer the first stage gets."""
     pipeline_parallel_last_stage_less_layers: int = 1
-    """How many layers fewer the last stage gets, for the head."""
+    """How many layers norm and head count as, so how many fewer the last stage gets."""
     pipeline_parallel_layers_per_stage: int | None = None
-    """Layers in one stage."""
+    """The most layers in one stage, embedding and head counted; says how many stages there are. Default: one stage a
+    rank, two with the schedules that take several."""
     pipeline_parallel_schedule: str = "1F1B"
     """GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV."""
     pipeline_parallel_schedule_csv: str | None = ""
-    """A schedule of one's own."""
+    """A schedule of one's own: the path of a table (docs/schedules.md, "CSV files")."""
     pipeline_parallel_microbatch_size: int = 1
-    """Rows per pipeline micro-batch."""
+    """Rows per pipeline micro-batch; divides training.local_batch_size. All rows of an optimizer step on a rank go
+    through one pass of the schedule."""
     pipeline_parallel_expert_parallel_overlap: bool = True
     """DualPipeV hides the expert all-to-all behind compute."""
     context_parallel_degree: int = 1

@@ -46,7 +46,6 @@ def unavailable(config: Config) -> list[str]:
             training.dataloader.persistent_workers or config.validation.dataloader.persistent_workers,
             "dataloader.persistent_workers: belongs to num_workers; only false",
         ),
-        (par.pipeline_parallel_degree > 1, _cut("pipeline_parallel_degree", par.pipeline_parallel_degree)),
         (par.expert_parallel_degree > 1, _cut("expert_parallel_degree", par.expert_parallel_degree)),
         (
             par.expert_tensor_parallel_degree > 1,

@@ -100,7 +100,7 @@ class TextFiles:
 
     def __init__(self, files: list[Path], where: str) -> None:
         self._files = FileList(files)
-        self.description = f"{len(files)} text files of {where}, a document each"
+        self.description = describe(where, len(files), "a document a file")
 
     def fingerprint(self) -> str:
         return self._files.digest("text files")
@@ -123,7 +123,7 @@ class LineFiles:
         self._files = FileList(files)
         self._json_key = json_key
         form = "a document a line" if json_key is None else f"JSON lines, text under {json_key!r}"
-        self.description = f"{len(files)} files of {where}, {form}"
+        self.description = describe(where, len(files), form)
 
     def fingerprint(self) -> str:
         return self._files.digest("lines", self._json_key or "")
@@ -173,6 +173,11 @@ def find_files(path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
             raise DataError(f"no file matches {path!r}")
         return found
     raise DataError(f"{path!r} does not exist: dataset_path is a file, a folder or a glob")
+
+
+def describe(where: str, n_files: int, form: str) -> str:
+    """A source in a few words, e.g. `corpus/ (24 files, a document a line)`."""
+    return f"{where} ({form})" if n_files == 1 else f"{where} ({n_files:,} files, {form})"
 
 
 def group(ranges: list[FileRange], piece_bytes: int) -> list[Piece]:

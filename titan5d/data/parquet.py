@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titan5d.data.corpus import FileList, FileRange, Piece, checked_text, group
+from titan5d.data.corpus import FileList, FileRange, Piece, checked_text, describe, group
 from titan5d.data.errors import DataError
 
 ROWS_AT_A_TIME = 256
@@ -24,7 +24,7 @@ class ParquetFiles:
         parquet = _import_pyarrow_parquet()
         self._files = FileList(files)
         self._column = column
-        self.description = f"{len(files)} parquet files of {where}, text in column {column!r}"
+        self.description = describe(where, len(files), f"parquet, text in column {column!r}")
         for file in files:
             try:
                 names = parquet.ParquetFile(file).schema_arrow.names

@@ -11,13 +11,14 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from titan5d.config.check import Layout, check, device_problems, layout_notes
+from titan5d.config.check import Layout, check, device_problems, layout_notes, leaves_zero_stage_open
 from titan5d.config.load import ConfigError, load_config, to_toml
 from titan5d.config.schema import Config
 from titan5d.data.dataset import Dataset
@@ -29,7 +30,7 @@ from titan5d.data.validation import ValidationBatches
 from titan5d.launch import exit_status
 from titan5d.models.args import ModelArgs
 from titan5d.models.families import model_args
-from titan5d.plan.fits import memory_problems
+from titan5d.plan.fits import least_zero_stage, memory_problems
 from titan5d.train.trainer import Trainer
 
 log = logging.getLogger("titan5d")
@@ -38,9 +39,10 @@ log = logging.getLogger("titan5d")
 def train(argv: Sequence[str]) -> int:
     """Runs `titan5d train ARGS` on this rank and returns its exit status (0 done, 2 refused, 1 anything else)."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     _log_on_rank_0(rank)
     try:
-        config, args, layout, notes = prepare(argv, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        config, args, layout, notes = prepare(argv, world, local_world)
         for note in notes:
             log.info("note: %s", note)
         loader, held_out = open_data(config, args, layout, rank)
@@ -53,6 +55,7 @@ def train(argv: Sequence[str]) -> int:
     try:
         if rank == 0:
             save_config(config)
+        layout = settle_zero_stage(config, args, layout, device, local_world)
         status = Trainer(config, args, layout, loader, held_out, device).run()
     except Exception:
         log.exception("rank %d of %d on %s failed", rank, world, socket.gethostname())
@@ -153,6 +156,19 @@ def join(config: Config, rank: int, world: int) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
+
+
+def settle_zero_stage(
+    config: Config, args: ModelArgs, layout: Layout, device: torch.device, ranks_here: int
+) -> Layout:
+    """The layout with its ZeRO stage decided, where the config leaves it open: rank 0's choice, for all ranks."""
+    if not leaves_zero_stage_open(config, layout.topology):
+        return layout
+    stage, why = least_zero_stage(config, args, layout, device.type, ranks_here)
+    agreed = torch.tensor(stage, device=device)  # machines may differ in memory, and ranks must not differ in stage
+    dist.broadcast(agreed, src=0)
+    log.info("%s", why)
+    return replace(layout, zero_stage=int(agreed))
 
 
 def leave() -> None:

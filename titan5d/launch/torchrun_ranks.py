@@ -146,7 +146,6 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str], nodes: Nodes) -> Ru
     from titan5d.config.check import check
     from titan5d.config.load import ConfigError, load_config
     from titan5d.models.families import model_args
-    from titan5d.plan.fits import machine_memory, memory_problems
 
     problems: list[str] = []
     wanted = environ.get("DEVICE")
@@ -175,6 +174,8 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str], nodes: Nodes) -> Ru
         args = model_args(config.model, config.moe, config.debug.moe_force_load_balance)
         layout = check(config, args, ranks * nodes.count)
         if device == "cpu":  # with GPUs each rank asks its own
+            from titan5d.plan.fits import machine_memory, memory_problems
+
             misfits = memory_problems(config, args, layout, device, ranks) + too_many(ranks, machine_memory())
             if misfits:
                 raise ConfigError(misfits)

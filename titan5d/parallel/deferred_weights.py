@@ -19,7 +19,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -27,10 +26,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from titan5d.models.decoder import Decoder
 from titan5d.models.products import Products
+from titan5d.parallel.tensor_collectives import TensorCut, summed
+from titan5d.parallel.tensor_products import (
+    TensorParallelProducts,
+    column_forward,
+    column_gradients,
+    input_gradient,
+    local_replica,
+    weight_gradient,
+)
 
 Key = tuple[int, int]
 """(stage, micro-batch)."""
@@ -42,19 +50,26 @@ class WeightGradientStore:
     def __init__(self) -> None:
         self._waiting: dict[Key, list[Callable[[], None]]] = {}
         self._open: list[Callable[[], None]] | None = None
-        self._linears: list[nn.Linear] = []
+        self._linears: list[tuple[nn.Linear, Rows]] = []
         self._number = next(_NUMBERS)
         _STORES[self._number] = self
 
-    def register(self, linear: nn.Linear) -> Tensor:
+    def register(self, linear: nn.Linear, rows: Rows = None) -> Tensor:
         """A tensor that names `linear` to an operator: operators take tensors and numbers, and a number would be
-        compiled in, one graph a layer."""
-        self._linears.append(linear)
+        compiled in, one graph a layer.
+
+        Args:
+            rows: the rows of the weight that this rank computes with, where ranks hold copies and share the rows; None =
+                all that it holds.
+        """
+        self._linears.append((linear, rows))
         return torch.tensor([self._number, len(self._linears) - 1], device="cpu")
 
-    def weight(self, index: int) -> Tensor:
-        """The weight that a registered layer has right now; FSDP exchanges whole and sharded ones."""
-        return self._linears[index].weight
+    def target(self, index: int) -> tuple[Tensor, Rows]:
+        """(weight, rows) of a registered layer: the weight it has right now, as FSDP exchanges whole and sharded
+        ones."""
+        linear, rows = self._linears[index]
+        return linear.weight, rows
 
     @contextmanager
     def putting_off(self, key: Key) -> Iterator[None]:
@@ -69,13 +84,10 @@ class WeightGradientStore:
     def is_putting_off(self) -> bool:
         return self._open is not None
 
-    def add(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> None:
-        """Adds what `gradient` computes, the local part, to the gradient of `parameter`: now, or when `run` is
-        called."""
-        if self._open is None:
-            accumulate(parameter, gradient())
-        else:
-            self._open.append(lambda: accumulate(parameter, gradient()))
+    def put_off(self, work: Callable[[], None]) -> None:
+        """Keeps `work` until `run`."""
+        assert self._open is not None
+        self._open.append(work)
 
     @torch.no_grad()
     def run(self, key: Key) -> None:
@@ -90,58 +102,85 @@ class WeightGradientStore:
         return len(self._waiting)
 
 
+Rows = tuple[int, int] | None
+"""(start, stop)."""
+
 _NUMBERS = count()
 _STORES: weakref.WeakValueDictionary[int, WeightGradientStore] = weakref.WeakValueDictionary()
 """Number -> store, as process groups are known by name to operators that cannot take objects."""
 
 
-def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """parameter.grad += gradient; of a DTensor this rank's part, placed as the parameter is."""
-    if isinstance(parameter, DTensor):
+def accumulate(parameter: Tensor, gradient: Tensor, rows: Rows = None) -> None:
+    """parameter.grad += gradient, the part of it that this rank has.
+
+    Of a DTensor it is placed as the parameter, except where `rows` are given: then all ranks hold the parameter and
+    this one has a summand (Partial), zero outside of its rows.
+    """
+    if not isinstance(parameter, DTensor):
         if parameter.grad is None:
-            parameter.grad = DTensor.from_local(
-                gradient,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            parameter.grad = gradient
         else:
-            assert isinstance(parameter.grad, DTensor)
-            parameter.grad.to_local().add_(gradient)
-    elif parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)
+            parameter.grad.add_(gradient)
+        return
+    if parameter.grad is None:
+        placements = parameter.placements if rows is None else (Partial(),)
+        if rows is not None:
+            summand = torch.zeros_like(parameter.to_local())
+            summand[slice(*rows)] = gradient
+            gradient = summand
+        parameter.grad = DTensor.from_local(
+            gradient,
+            parameter.device_mesh,
+            placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return
+    assert isinstance(parameter.grad, DTensor)
+    local = parameter.grad.to_local()
+    (local if rows is None else local[slice(*rows)]).add_(gradient)
 
 
 def defer_weight_gradients(model: Decoder, store: WeightGradientStore, compiled: bool) -> None:
-    """Makes the linear layers of every block (in place) leave their weight gradients to `store`."""
+    """Makes the linear layers of every block (in place, after the tensor cut) leave their weight gradients to
+    `store`. compiled: the blocks will be compiled."""
     for module in model.modules():
         products = getattr(module, "products", None)
-        if type(products) is not Products:
+        if isinstance(products, TensorParallelProducts):
+            module.products = DeferredTensorProducts(products, compiled)
+        elif isinstance(products, Products):
+            module.products = DeferredProducts(compiled)
+        else:
             continue
         for linear in module.children():
             if isinstance(linear, nn.Linear):
-                linear.gradient_key = store.register(linear)  # type: ignore[assignment]  # no buffer: not saved
-        module.products = DeferredProducts(compiled)  # type: ignore[assignment]
+                linear.gradient_key = store.register(linear, _rows(linear, products))
+
+
+def _rows(linear: nn.Linear, products: Products) -> Rows:
+    """Key/value heads shared by more ranks than there are: each computes with the rows of one head."""
+    weight = linear.weight
+    if isinstance(products, TensorParallelProducts) and isinstance(weight, DTensor):
+        return products.replicated_rows if weight.placements[0].is_replicate() else None
+    return None
 
 
 class DeferredProducts(Products):
     """The products of one device, their weight gradients made by a store.
 
     Args:
-        compiled: the block will be compiled: gradients go through an operator, which the compiler does not look into.
+        compiled: gradients go through an operator, which the compiler does not look into.
     """
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
 
     def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        if not torch.is_grad_enabled():
+            return super().column(x, linears)
         weights = [linear.weight.detach() for linear in linears]
-        keys = [linear.gradient_key for linear in linears]
-        outs = _Products.apply(x, self.compiled, *weights, *keys)
+        outs = _ProductsOfOneInput.apply(x, None, self.compiled, *weights, *_keys(linears))
         biases = [linear.bias for linear in linears]
         return [out if bias is None else out + bias for out, bias in zip(outs, biases, strict=True)]
 
@@ -149,56 +188,137 @@ class DeferredProducts(Products):
         return self.column(x, (linear,))[0]
 
 
-class _Products(torch.autograd.Function):
-    """Y_i = X W_i^T, whose backward returns dX and leaves the dW_i to the store."""
+class DeferredTensorProducts(TensorParallelProducts):
+    """The same where several ranks share the products. A gather that only weight gradients need moves to W with them.
+
+    The gradient that enters a `row` product is always gathered before it is multiplied, never in pieces.
+    """
+
+    def __init__(self, products: TensorParallelProducts, compiled: bool) -> None:
+        super().__init__(products.cut, products.replicated_rows)
+        self.compiled = compiled
+
+    def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        if not torch.is_grad_enabled():
+            return super().column(x, linears)
+        weights = [self._rows(linear.weight.detach()) for linear in linears]
+        outs = _ProductsOfOneInput.apply(x, self.cut, self.compiled, *weights, *_keys(linears))
+        biases = [linear.bias for linear in linears]
+        return [out if bias is None else out + self._rows(bias) for out, bias in zip(outs, biases, strict=True)]
+
+    def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().row(x, linear)
+        weight = self._rows(linear.weight.detach())
+        (part,) = _ProductsOfOneInput.apply(x, None, self.compiled, weight, *_keys((linear,)))
+        out = summed(part, self.cut)
+        return out if linear.bias is None else out + local_replica(linear.bias, self.cut.sequence_parallel)
+
+
+def _keys(linears: Sequence[nn.Linear]) -> list[Tensor]:
+    return [linear.gradient_key for linear in linears]
+
+
+class _ProductsOfOneInput(torch.autograd.Function):
+    """Y_i = X W_i^T, whose backward returns dX and leaves the dW_i to the store. cut: X is gathered first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, compiled: bool, *weights_and_keys: Tensor) -> tuple[Tensor, ...]:
-        ctx.compiled = compiled
-        ctx.save_for_backward(x, *weights_and_keys)
-        return tuple(F.linear(x, weight) for weight in weights_and_keys[: len(weights_and_keys) // 2])
+    def forward(
+        ctx: Any, x: Tensor, cut: TensorCut | None, compiled: bool, *weights_and_keys: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.cut, ctx.compiled = cut, compiled
+        weights = weights_and_keys[: len(weights_and_keys) // 2]
+        kept = x
+        if cut is None:
+            outs = [F.linear(x, weight) for weight in weights]
+        else:
+            outs = column_forward(x, weights, cut, keep=not cut.regather_input)
+            if not cut.regather_input:
+                kept = outs.pop()
+        ctx.save_for_backward(kept, *weights_and_keys)
+        return tuple(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *rest = ctx.saved_tensors
-        weights, keys = rest[: len(grads)], rest[len(grads) :]
+        cut: TensorCut | None = ctx.cut
+        shared = (
+            ("", 1, False, False)
+            if cut is None
+            else (cut.group_name, cut.degree, cut.sequence_parallel, cut.regather_input)
+        )
         gradients = product_gradients if ctx.compiled else _gradients
-        return gradients(list(grads), x, weights, keys), *[None] * (1 + len(rest))
+        grad_x = gradients(list(grads), x, rest[: len(grads)], rest[len(grads) :], *shared)
+        return grad_x, *[None] * (2 + len(rest))
 
 
 def _gradients(
-    grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], keys: Sequence[Tensor], keep_copies: bool = False
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    group_name: str,
+    degree: int,
+    sequence_parallel: bool,
+    regather: bool,
+    keep_copies: bool = False,
 ) -> Tensor:
-    """Returns d loss / d X (..., D) of products Y_i = X W_i^T, the sum of dY_i W_i; hands (X, dY_i) to the store."""
-    flat_grads = [grad.flatten(0, -2) for grad in grads]  # (T, N_i)
-    total = flat_grads[0] @ weights[0]  # (T, D)
-    for grad, weight in zip(flat_grads[1:], weights[1:], strict=True):
-        total = total.addmm_(grad, weight)
-    flat_x = x.flatten(0, -2)  # (T, D)
+    """Returns d loss / d x of products Y_i = X W_i^T, given dY_i (B, S, N_i), and leaves the d loss / d W_i to the
+    store. degree 1: x is X. Otherwise see `column_gradients`."""
     named = [key.tolist() for key in keys]  # (store, layer)
-    if keep_copies and _STORES[named[0][0]].is_putting_off:
-        # A compiled graph uses its buffers again once the operators that read them have run
-        flat_grads, flat_x = [grad.clone() for grad in flat_grads], flat_x.clone()
-    for grad, (number, index) in zip(flat_grads, named, strict=True):
-        store = _STORES[number]
-        store.add(store.weight(index), partial(_weight_gradient, grad, flat_x))
-    return total.view(x.shape)
+    store = _STORES[named[0][0]]
+    targets = [store.target(index) for _, index in named]
 
+    def make(x: Tensor, grads: Sequence[Tensor], needs_x: bool, needs_weights: bool) -> list[Tensor]:
+        if degree > 1:
+            how = (group_name, degree, sequence_parallel, regather, needs_x, needs_weights)
+            return column_gradients(grads, x, weights, *how)
+        grad_x = [input_gradient(grads, weights)] if needs_x else []
+        return grad_x + ([weight_gradient(grad, x) for grad in grads] if needs_weights else [])
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """d loss / d W = dY^T X. dY (T, N), X (T, D) -> (N, D)."""
-    return grad.t() @ x
+    def add(gradients: Sequence[Tensor]) -> None:
+        for (weight, rows), gradient in zip(targets, gradients, strict=True):
+            accumulate(weight, gradient, rows)
+
+    if not store.is_putting_off:
+        grad_x, *grad_weights = make(x, grads, True, True)
+        add(grad_weights)
+        return grad_x
+    (grad_x,) = make(x, grads, True, False)
+    if keep_copies:  # a compiled graph uses its buffers again once the operators that read them have run
+        x, grads = x.clone(), [grad.clone() for grad in grads]
+    store.put_off(lambda: add(make(x, grads, False, True)))
+    return grad_x
 
 
 @torch.library.custom_op("titan5d::product_gradients", mutates_args=())
 def product_gradients(
-    grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], keys: Sequence[Tensor]
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    group_name: str,
+    degree: int,
+    sequence_parallel: bool,
+    regather: bool,
 ) -> Tensor:
     """`_gradients` for compiled graphs. Its output is used, so no compiler drops it for having no effect."""
-    return _gradients(grads, x, weights, keys, keep_copies=True)
+    return _gradients(
+        grads, x, weights, keys, group_name, degree, sequence_parallel, regather, keep_copies=True
+    )
 
 
 @product_gradients.register_fake
-def _(grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
-    return x.new_empty(x.shape)
+def _(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    group_name: str,
+    degree: int,
+    sequence_parallel: bool,
+    regather: bool,
+) -> Tensor:
+    batch, seq_len, _ = grads[0].shape
+    return x.new_empty(batch, seq_len // degree if sequence_parallel else seq_len, x.shape[-1])

@@ -85,7 +85,7 @@ class PipelineModel(Decoder):
     def _tie(self) -> None:
         """Nothing: where both ends are on one rank (V), they are still two stages, each with its copy."""
 
-    def forward(self, *args: object, **kwargs: object) -> Tensor:  # type: ignore[override]
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         raise TypeError("a pipeline rank holds parts of the model: Pipeline.step or evaluate runs them")
 
     def counted_parameters(self) -> list[nn.Parameter]:

@@ -32,7 +32,7 @@ def reduce_gradients(stage: nn.Module) -> None:
     if not isinstance(stage, FSDPModule):
         return
     before_backward(stage, zero_stage=0, last=True)
-    root = replicate.state(stage) if isinstance(stage, ReplicateModule) else fully_shard.state(stage)  # type: ignore[attr-defined]
+    root = replicate.state(stage) if isinstance(stage, ReplicateModule) else fully_shard.state(stage)
     for state in root._state_ctx.all_states:
         for group in _groups(state):
             group.post_backward()

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,8 +33,13 @@ from titan5d.parallel.pipeline_messages import Messages, PipelineGroups, connect
 from titan5d.schedules.check import check
 from titan5d.schedules.table import Action, Overlap, Schedule, Slot
 
-SlotClock = Callable[[Slot, Callable[[], None]], None]
-"""Runs what a slot does and notes when it began and ended."""
+
+class Trace(Protocol):
+    """Notes when the slots of a training pass began and ended."""
+
+    def start_step(self) -> None: ...
+
+    def run_slot(self, slot: Slot, work: Callable[[], None]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Pipeline:
     Attributes:
         most_held: most (stage, micro-batch) whose activations, or what weight gradients need of them, were held at
             once in the last step.
-        slot_clock: if set, every slot of a training pass runs through it.
+        trace: if set, every slot of a training pass runs through it.
     """
 
     def __init__(
@@ -80,7 +87,7 @@ class Pipeline:
         self.zero_stage = zero_stage
         self.loss_rank = self.schedule.rank_of_stage[-1]
         self.most_held = 0
-        self.slot_clock: SlotClock | None = None
+        self.trace: Trace | None = None
         connect(groups, self.schedule, device)
 
     def step(
@@ -95,7 +102,9 @@ class Pipeline:
             (sum of token losses, fp32 scalar; by row, fp32 (rows,)), on every rank of the pipeline.
         """
         run = _Pass(self, self.schedule, micro_batches, scaled)
-        run.run(self.slot_clock)
+        if self.trace is not None:
+            self.trace.start_step()
+        run.run(self.trace)
         self.most_held = run.most_held
         sum_tied_gradients(self.model, self.schedule, self.groups)
         return self._losses(run, micro_batches)
@@ -181,7 +190,7 @@ class _Pass:
         self.row_sums: dict[int, Tensor] = {}
         self.most_held = 0
 
-    def run(self, clock: SlotClock | None) -> None:
+    def run(self, trace: Trace | None) -> None:
         row = self.schedule.rows[self.rank]
         for index, slot in enumerate(row):
             # one slot ahead: what the next one needs travels while this one computes
@@ -192,13 +201,13 @@ class _Pass:
                 for message in needed_messages(slot, self.rank, self.schedule)
             }
             self.local |= arrived
-            if clock is None:
-                self._slot(slot)
+            if trace is None:
+                self._run_slot(slot)
             else:
-                clock(slot, lambda slot=slot: self._slot(slot))  # type: ignore[misc]
+                trace.run_slot(slot, partial(self._run_slot, slot))
         self.messages.finish()
 
-    def _slot(self, slot: Slot) -> None:
+    def _run_slot(self, slot: Slot) -> None:
         if isinstance(slot, Overlap):
             self._overlap(slot)
         elif slot.kind == "F":

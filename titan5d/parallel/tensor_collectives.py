@@ -138,12 +138,17 @@ def _(x: Tensor, group_name: str, degree: int) -> Tensor:
 
 def whole(x: Tensor, cut: TensorCut) -> Tensor:
     """The residual stream x (B, S/t, D), whole on every rank: (B, S, D)."""
-    return _Whole.apply(x, cut)
+    if torch.is_grad_enabled():
+        return _Whole.apply(x, cut)
+    # the compiler loses its way in a Function without gradients
+    return gather_sequence(x, cut.group_name, cut.degree) if cut.sequence_parallel else x
 
 
 def summed(x: Tensor, cut: TensorCut) -> Tensor:
     """The sum over ranks of their x (B, S, D), as a piece of the residual stream: (B, S/t, D)."""
-    return _Summed.apply(x, cut)
+    if torch.is_grad_enabled():
+        return _Summed.apply(x, cut)
+    return sum_sequence(x, cut.group_name, cut.degree, cut.sequence_parallel)
 
 
 class _Whole(torch.autograd.Function):

@@ -102,7 +102,7 @@ def column_products(x: Tensor, weights: Sequence[Tensor], cut: TensorCut) -> Seq
     """x (B, S/t, D) of the residual stream times this rank's W_i^T, W_i (N_i, D): (B, S, N_i) each."""
     if torch.is_grad_enabled():
         return _ColumnProducts.apply(x, cut, *weights)
-    return _column_forward(x, weights, cut, keep=False)  # the compiler loses its way in a Function without gradients
+    return column_forward(x, weights, cut, keep=False)  # the compiler loses its way in a Function without gradients
 
 
 def row_product(x: Tensor, weight: Tensor, cut: TensorCut) -> Tensor:
@@ -112,7 +112,7 @@ def row_product(x: Tensor, weight: Tensor, cut: TensorCut) -> Tensor:
     return product_sum(x, weight, cut.group_name, cut.degree, cut.sequence_parallel, cut.overlap)
 
 
-def _column_forward(x: Tensor, weights: Sequence[Tensor], cut: TensorCut, keep: bool) -> list[Tensor]:
+def column_forward(x: Tensor, weights: Sequence[Tensor], cut: TensorCut, keep: bool) -> list[Tensor]:
     """The outputs, and if `keep` what they were made of, last."""
     if cut.sequence_parallel:
         return gather_products(x, weights, cut.group_name, cut.degree, keep, cut.overlap)
@@ -124,7 +124,7 @@ class _ColumnProducts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cut: TensorCut, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.cut = cut
         keep = not cut.regather_input
-        outs = _column_forward(x, weights, cut, keep)
+        outs = column_forward(x, weights, cut, keep)
         ctx.save_for_backward(outs[-1] if keep else x, *weights)
         return tuple(outs[: len(weights)])
 

@@ -92,8 +92,8 @@ def least_zero_stage(
             chosen = stage
             break
     return chosen, (
-        f"zero_stage {chosen}: the least that fits {FILL:.0%} of {have / GIB:.2f} GiB, a rank's share of {place}"
-        f" ({', '.join(shown)}); set parallelism.zero_stage to choose otherwise"
+        f"zero_stage {chosen}, the least that fits: {', '.join(shown)} a rank, and {FILL:.0%} of what a rank has on"
+        f" {place} are {FILL * have / GIB:.2f} GiB; set parallelism.zero_stage to choose otherwise"
     )
 
 

@@ -9,7 +9,8 @@ Training state per parameter, 16 bytes in fp32 (weights 4, gradients 4, Adam 4 +
       3        1/N        1/N         1/N        2 units   the one in use, and the one fetched ahead
 
     With one micro-batch a step nothing accumulates, and stage 1 holds 1/N of the gradients as stage 2 does.
-    On top come the buffers of one unit: its own gradients, and in the reduce type what is sent.
+    On top come buffers of two units: in forward what was gathered, before it is copied to its parameters; in backward
+    the gradients of the unit that is computed, and in the reduce type those of the unit that is sent.
     One rank that computes in the type it stores works on the weights themselves: gathered 0, buffers 0.
 
 What is measured: metrics/memory_ledger.py; that both agree: tests/parallel/test_data_ledger.py and test_recompute.py.
@@ -35,8 +36,8 @@ class StateBytes:
     Attributes:
         weights, optimizer: as stored.
         gradients: what is kept until the update.
-        gathered: whole weights in the compute type, with the buffers of their gather.
-        buffers: gradients of the unit that is being reduced, and what is sent for it.
+        gathered: whole weights in the compute type.
+        buffers: of gathers and reductions.
     """
 
     weights: float
@@ -77,9 +78,7 @@ def state_bytes(
     gradients = stored * param_bytes
     if accumulates and stage <= 1 and working_copy:
         gradients = parameters * REDUCE_BYTES
-    gathered = min(2, parameters / largest_unit) * largest_unit if stage == 3 else parameters + largest_unit
-    if stage == 0:
-        gathered = parameters  # copied, not gathered: no buffer
+    gathered = min(parameters, 2 * largest_unit) if stage == 3 else parameters
     return StateBytes(
         weights=stored * param_bytes,
         gradients=gradients,

@@ -25,6 +25,7 @@ from titan5d.metrics.console import ConsoleWriter
 from titan5d.metrics.flops import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute, flop_shape, training_flops
 from titan5d.metrics.memory import MemoryMonitor
 from titan5d.metrics.names import MetricValue
+from titan5d.metrics.pipeline_trace import PipelineTrace
 from titan5d.metrics.summary import MFU_CONVENTION, ClosingSummary
 from titan5d.metrics.throughput import Throughput
 from titan5d.metrics.writers import JsonlWriter, MetricsLogger, TensorBoardWriter, WandbWriter, Writer
@@ -58,6 +59,7 @@ class RunReport:
         self.steps_done = step
         self.summary = ClosingSummary()
         self.logger = MetricsLogger(self._writers(step + 1) if dist.get_rank() == 0 else [])
+        self.pipeline_trace: PipelineTrace | None = None  # measures every step, is written when a step is logged
         self.samples: TextIO | None = None
         if config.debug.log_samples:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -147,6 +149,8 @@ class RunReport:
         if validation_loss is not None and not math.isnan(validation_loss):
             values["validation_loss"] = validation_loss
         values |= result.routing
+        if self.pipeline_trace is not None:
+            values |= self.pipeline_trace.write(step)
         values |= self.throughput.report().metrics()
         values |= self._memory_of_the_fullest_rank()
         self.logger.log(step, values)

@@ -13,11 +13,14 @@ from titan5d.config.check import Layout, context_method
 from titan5d.config.schema import Config
 from titan5d.data.loader import DataLoader
 from titan5d.data.validation import ValidationBatches
+from titan5d.metrics.pipeline_trace import PipelineTrace
 from titan5d.models.args import ModelArgs
 from titan5d.parallel.apply import build_parallel_model
 from titan5d.parallel.context import ContextParallel
 from titan5d.parallel.data import DataParallel
 from titan5d.parallel.mesh import Meshes
+from titan5d.parallel.pipeline import PipelineModel
+from titan5d.parallel.pipeline_schedule import Pipeline
 from titan5d.parallel.tensor import TensorParallel
 from titan5d.train.lr_schedule import LRSchedule
 from titan5d.train.optimizer import build_optimizer
@@ -77,10 +80,17 @@ class Trainer:
                 method=context_method(config),
                 load_balancer=config.parallelism.context_parallel_load_balancer or "none",
             ),
+            layout.pipeline,
         )
+        self.pipeline = self._pipeline()
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.lr = LRSchedule(self.optimizer, config.lr_scheduler, training.steps)
         self.report = RunReport(config, args, layout, self.meshes, device)
+        if config.profiling.pipeline_trace and self.pipeline is not None:
+            folder = self.report.folder / config.profiling.save_traces_folder
+            group = self.pipeline.groups.down
+            self.report.pipeline_trace = PipelineTrace(self.pipeline.schedule, group, device, folder)
+            self.pipeline.trace = self.report.pipeline_trace
         self.step = 0
         self.skipped_in_a_row = 0
 
@@ -109,6 +119,7 @@ class Trainer:
                     self.layout.zero_stage,
                     training.max_norm,
                     self.device,
+                    self.pipeline,
                 )
                 if self.step == 1:
                     self.meshes.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
@@ -151,6 +162,18 @@ class Trainer:
         if self.config.training.gc_debug:
             log.info("garbage collection at step %d found %d objects", self.step, found)
 
+    def _pipeline(self) -> Pipeline | None:
+        """What runs the stages of this rank, if the layers are cut."""
+        plan, groups, model = self.layout.pipeline, self.meshes.pipeline, self.model
+        if plan is None or groups is None:
+            return None
+        assert isinstance(model, PipelineModel)
+        topology = self.layout.topology
+        tensor_ranks = topology.tp if self.config.parallelism.sequence_parallel else 1
+        dtype = DTYPES[self.config.training.mixed_precision_param]
+        ranks = topology.cp * tensor_ranks
+        return Pipeline(model, plan, groups, ranks, dtype, self.device, self.layout.zero_stage)
+
     def _validate_if_due(self) -> float | None:
         """Loss on the held-out batches, the same ones every round; None at steps without a round."""
         validation = self.config.validation
@@ -158,4 +181,5 @@ class Trainer:
         if self.held_out is None or not (last or self.step % validation.freq == 0):
             return None
         with self.report.throughput.excluded():
-            return validation_loss(self.model, chain.from_iterable(self.held_out), self.meshes, self.device)
+            batches = chain.from_iterable(self.held_out)
+            return validation_loss(self.model, batches, self.meshes, self.device, self.pipeline)
