@@ -372,6 +372,11 @@ def _schedule(config: Config) -> list[str]:
     problems = []
     if total < 1:
         problems.append(f"lr_scheduler.total_steps = {total} must be at least 1")
+    if total < steps and scheduler.min_lr_factor == 0:
+        problems.append(
+            f"lr_scheduler.total_steps = {total} ends before training.steps = {steps}, so {steps - total} steps would train"
+            " at a rate of zero; set min_lr_factor above 0, or total_steps to at least training.steps"
+        )
     ratio = scheduler.decay_ratio
     if ratio is not None and not 0 <= ratio <= 1:
         problems.append(f"lr_scheduler.decay_ratio = {ratio} is a share of the steps: 0 to 1")

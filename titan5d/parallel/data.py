@@ -154,6 +154,11 @@ def _prefetch(heads: list[nn.Module]) -> None:
         assert isinstance(this, FSDPModule) and isinstance(following, FSDPModule)
         this.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([this])
+    first = heads[0]
+    assert isinstance(first, FSDPModule)
+    # Nothing is left to gather once the first unit is here. FSDP2, not told, would gather the last unit in vain: the
+    # one that ran before this unit in its own list, which goes on over micro-batches.
+    first.set_modules_to_backward_prefetch([first])
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

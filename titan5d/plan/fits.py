@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from titan5d.config.check import Layout
 from titan5d.config.schema import Config
 from titan5d.models.args import ModelArgs, count_parameters
@@ -100,6 +98,8 @@ def least_zero_stage(
 def device_memory(device_type: str, ranks_here: int) -> tuple[float, str]:
     """(bytes one rank may use, the place they are in)."""
     if device_type == "cuda":
+        import torch  # only here: the checks before a CPU run start must be quick
+
         return float(torch.cuda.get_device_properties(0).total_memory), "this GPU"
     return machine_memory() / ranks_here, f"this machine ({ranks_here} CPU ranks)"
 

@@ -83,7 +83,9 @@ class Trainer:
             layout.pipeline,
         )
         self.pipeline = self._pipeline()
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        self.optimizer = build_optimizer(
+            self.model.named_parameters(), config.optimizer, DTYPES[training.mixed_precision_param]
+        )
         self.lr = LRSchedule(self.optimizer, config.lr_scheduler, training.steps)
         self.report = RunReport(config, args, layout, self.meshes, device)
         if config.profiling.pipeline_trace and self.pipeline is not None:
