@@ -125,7 +125,7 @@ def test_output_and_gradients_equal_a_loop_over_tokens(name: str, with_padding: 
 @pytest.mark.parametrize("chosen", [[0, 1, 2, 3], [5]], ids=["half", "one hot expert"])
 def test_experts_without_tokens_get_zero_and_stay_as_they_are(chosen: list[int]) -> None:
     """Case 069: zero, not missing, gradients; SGD leaves their weights untouched bit by bit."""
-    args = replace(TINY_M, router_score="sigmoid", top_k=min(2, len(chosen)))
+    args = replace(TINY_M, n_layers=2, router_score="sigmoid", top_k=min(2, len(chosen)))
     decoder = model(args)
     for router in decoder.routers().values():
         router.bias.fill_(-1e4)
@@ -157,7 +157,7 @@ def test_nothing_unwritten_is_read() -> None:
     """Fresh memory holds NaN; padding and dropped choices leave rows that no expert writes."""
     torch.use_deterministic_algorithms(True)
     try:
-        decoder = model(replace(TINY_M, balance=replace(BALANCED, capacity_factor=0.5)))
+        decoder = model(replace(TINY_M, n_layers=2, balance=replace(BALANCED, capacity_factor=0.5)))
         ids = tokens()
         documents = torch.zeros_like(ids)
         documents[:, 40:] = -1
@@ -172,7 +172,7 @@ def test_nothing_unwritten_is_read() -> None:
 @pytest.mark.parametrize("capacity_factor", [0.0, 1.0])
 def test_padding_changes_nothing(capacity_factor: float) -> None:
     """Case 071: rows of 40 tokens and 24 places of padding against the same rows cut to 40."""
-    args = replace(TINY_M, balance=replace(BALANCED, capacity_factor=capacity_factor))
+    args = replace(TINY_M, n_layers=2, balance=replace(BALANCED, capacity_factor=capacity_factor))
     ids, labels = tokens(4), tokens(4, seed=2)
     labels[:, 40:] = -100
     documents = torch.zeros(4, 64, dtype=torch.int32)
@@ -222,7 +222,8 @@ def step(decoder: Decoder, ids: torch.Tensor, pieces: int) -> dict[str, torch.Te
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_one_bias_update_a_step_however_it_is_run(pieces: int, recompute: bool) -> None:
     """Case 065 on one device: 1,024 choices a layer and step, and one move of the bias, however often a block runs."""
-    reference, decoder = model(replace(TINY_M, balance=BALANCED)), model(replace(TINY_M, balance=BALANCED))
+    args = replace(TINY_M, n_layers=2, balance=BALANCED)
+    reference, decoder = model(args), model(args)
     if recompute:
         for block in decoder.layers.values():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -48,6 +48,7 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
     problems += _positive(config)
     problems += _schedule(config)
     problems += _switches(config)
+    problems += _checkpoint(config)
     par = config.parallelism
     topology = Topology()
     try:
@@ -83,13 +84,17 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
 
 
 def zero_stage(config: Config, topology: Topology) -> int:
-    """The stage asked for; without one 3, the most a run can shard, and 0 where there is nothing to shard over."""
+    """The stage asked for; without one 3, the most a run can shard, 2 in a pipeline, and 0 where there is nothing to
+    shard over."""
     par = config.parallelism
     if par.zero_stage is not None:
         return par.zero_stage
     if topology.dp_shard * topology.cp == 1:
         return 0
-    return 2 if par.fsdp_reshard_after_forward == "never" else 3
+    if par.fsdp_reshard_after_forward == "always":
+        return 3
+    # A pipeline would gather the parameters of stage 3 anew for every micro-batch
+    return 2 if par.fsdp_reshard_after_forward == "never" or topology.pp > 1 else 3
 
 
 def leaves_zero_stage_open(config: Config, topology: Topology) -> bool:
@@ -252,6 +257,26 @@ def layout_notes(topology: Topology, ranks_per_node: int) -> list[str]:
     ]
 
 
+def pipeline_notes(layout: Layout) -> list[str]:
+    """What works with pipeline ranks, but is worth a word in the log."""
+    plan, topology = layout.pipeline, layout.topology
+    if plan is None:
+        return []
+    notes, microbatches = [], plan.schedule.microbatches
+    if layout.zero_stage == 3:
+        notes.append(
+            f"zero_stage 3 with pipeline_parallel_degree = {topology.pp}: parameters are gathered for each of the"
+            f" {microbatches} micro-batches, forward and backward, {2 * microbatches} times a step; zero_stage 2 or 1"
+            " gathers them once"
+        )
+    if microbatches < topology.pp:
+        notes.append(
+            f"{microbatches} micro-batches a step do not fill {topology.pp} pipeline ranks, some always wait; a larger"
+            " training.global_batch_size or a smaller pipeline_parallel_microbatch_size makes more"
+        )
+    return notes
+
+
 def context_method(config: Config) -> Literal["ring", "allgather", "ulysses"]:
     """The method asked for, in our words or TorchTitan's."""
     par = config.parallelism
@@ -363,6 +388,46 @@ def _positive(config: Config) -> list[str]:
     for name, beta in (("beta1", config.optimizer.beta1), ("beta2", config.optimizer.beta2)):
         if not 0 <= beta < 1:
             problems.append(f"optimizer.{name} = {beta} must be at least 0 and below 1")
+    return problems
+
+
+LOADED_PARTS = ("model", "optimizer", "dataloader", "generators")
+
+
+def _checkpoint(config: Config) -> list[str]:
+    ckpt, problems = config.checkpoint, []
+    if ckpt.interval < 1:
+        problems.append(f"checkpoint.interval = {ckpt.interval} must be at least 1")
+    if ckpt.keep_latest_k < 0:
+        problems.append(f"checkpoint.keep_latest_k = {ckpt.keep_latest_k} must be 0 (keep all) or more")
+    if ckpt.load_step < -1:
+        problems.append(f"checkpoint.load_step = {ckpt.load_step} must be -1 (the newest) or a step that was saved")
+    for key in ("create_seed_checkpoint", "load_only"):
+        if getattr(ckpt, key) and not ckpt.enable:
+            problems.append(f"checkpoint.{key} = true needs checkpoint.enable = true")
+    if ckpt.load_step >= 0 and not ckpt.enable:
+        problems.append(f"checkpoint.load_step = {ckpt.load_step} needs checkpoint.enable = true")
+    if ckpt.create_seed_checkpoint and ckpt.load_only:
+        problems.append("checkpoint.create_seed_checkpoint = true saves, load_only = true does not; keep one of the two")
+    if ckpt.last_save_in_hf and not ckpt.last_save_model_only:
+        problems.append(
+            "checkpoint.last_save_in_hf = true writes weights only, but last_save_model_only = false; set it to true, or"
+            " convert a checkpoint later with `titan5d convert to-hf`"
+        )
+    if ckpt.initial_load_in_hf and ckpt.initial_load_path is None:
+        problems.append("checkpoint.initial_load_in_hf = true needs checkpoint.initial_load_path, the folder to load")
+    if ckpt.initial_load_in_hf and not ckpt.initial_load_model_only:
+        problems.append(
+            "checkpoint.initial_load_in_hf = true brings weights only, but initial_load_model_only = false; set it to true"
+        )
+    problems += [
+        f"checkpoint.exclude_from_loading has {part!r}; there are {', '.join(LOADED_PARTS)}"
+        + (" (the learning rate follows from the step)" if part == "lr_scheduler" else "")
+        for part in ckpt.exclude_from_loading
+        if part not in LOADED_PARTS
+    ]
+    if config.job.max_minutes < 0:
+        problems.append(f"job.max_minutes = {config.job.max_minutes} must be 0 (no limit) or more")
     return problems
 
 

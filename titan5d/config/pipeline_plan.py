@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from titan5d.config.schema import Config
 from titan5d.schedules import catalog, csv, stages
+from titan5d.schedules.simulate import StageTimes, simulate
 from titan5d.schedules.stages import Stages
 from titan5d.schedules.table import Schedule, ScheduleError
 
@@ -31,6 +32,16 @@ class PipelinePlan:
         return any(action.kind == "W" for rank in ranks for action in self.schedule.actions(rank))
 
 
+    def __str__(self) -> str:
+        even = StageTimes.even(self.schedule, f=1.0, b=1.0, w=1.0)
+        bubble = simulate(self.schedule, even).bubble_fraction
+        return (
+            f"pipeline {self.schedule.name}: {self.schedule.microbatches} micro-batches of {self.microbatch_size} rows"
+            f" a step, stages {stages.format_layout(self.stages)} on ranks"
+            f" {' '.join(map(str, self.schedule.rank_of_stage))}; bubble {bubble:.1%} if all stages cost the same"
+        )
+
+
 def pipeline_plan(config: Config, n_layers: int, ranks: int, rows: int) -> PipelinePlan:
     """The plan of `ranks` pipeline ranks, on each of which an optimizer step has `rows` rows.
 
@@ -51,6 +62,11 @@ def pipeline_plan(config: Config, n_layers: int, ranks: int, rows: int) -> Pipel
     table: Schedule | None = None
     if par.pipeline_parallel_schedule_csv:
         table = _read_table(config, ranks, microbatches, found)
+    elif par.pipeline_parallel_schedule not in catalog.NAMES:
+        name = par.pipeline_parallel_schedule
+        found.append(
+            f"parallelism.pipeline_parallel_schedule = {name!r} is not known; there are {', '.join(catalog.NAMES)}"
+        )
     if found:
         raise ScheduleError(found)
     cut = _stages(config, n_layers, ranks, table, found)

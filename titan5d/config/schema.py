@@ -41,6 +41,8 @@ class Job(Section):
     """A line for people, printed at the start."""
     print_config: bool = False
     """Print the resolved config at the start."""
+    max_minutes: float = 0.0
+    """End after the step during which the run has taken this long, as a signal would; 0 = no limit."""
     save_config_file: str | None = "config.toml"
     """Name of the resolved config inside the run folder; an empty string saves none."""
     custom_config_module: str = ""
@@ -312,7 +314,7 @@ class Checkpoint(Section):
     last_save_in_hf: bool = False
     """The last save is written in Hugging Face format."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Type of the weights in the last model-only save."""
+    """Type of the weights in a last save that is model-only."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write while training goes on."""
     keep_latest_k: int = 10
@@ -320,7 +322,7 @@ class Checkpoint(Section):
     load_step: int = -1
     """Step to continue from; -1 = the newest complete one."""
     exclude_from_loading: list[str] = field(default_factory=list)
-    """Parts not to load."""
+    """Parts not to load: "model", "optimizer", "dataloader" (the position in the data), "generators" (random numbers)."""
     enable_first_step_checkpoint: bool = False
     """Also save after step 1."""
     create_seed_checkpoint: bool = False

@@ -60,8 +60,8 @@ def unavailable(config: Config) -> list[str]:
             "profiling.enable_profiling, enable_memory_snapshot: traces are not in this version",
         ),
         (
-            checkpoint.enable or checkpoint.create_seed_checkpoint or bool(checkpoint.initial_load_path),
-            "checkpoint.enable, create_seed_checkpoint, initial_load_path: checkpoints are not in this version",
+            checkpoint.initial_load_in_hf_quantized,
+            "checkpoint.initial_load_in_hf_quantized: quantized weights are not read; start from the unquantized model",
         ),
     ]
     return [sentence for wanted, sentence in asked if wanted]

@@ -18,7 +18,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan5d.config.check import Layout, check, device_problems, layout_notes, leaves_zero_stage_open
+from titan5d.checkpoint.errors import CheckpointRefused, SaveFailed
+from titan5d.config.check import (
+    Layout,
+    check,
+    device_problems,
+    layout_notes,
+    leaves_zero_stage_open,
+    pipeline_notes,
+)
 from titan5d.config.load import ConfigError, load_config, to_toml
 from titan5d.config.schema import Config
 from titan5d.data.dataset import Dataset
@@ -57,6 +65,12 @@ def train(argv: Sequence[str]) -> int:
             save_config(config)
         layout = settle_zero_stage(config, args, layout, device, local_world)
         status = Trainer(config, args, layout, loader, held_out, device).run()
+    except (CheckpointRefused, DataError) as refused:  # agreed: every rank is here
+        log.info("%s", refused if isinstance(refused, CheckpointRefused) else f"refused: {refused}")
+        status = exit_status.REFUSED
+    except SaveFailed as failed:  # agreed as well
+        log.info("failed: %s", failed)
+        status = exit_status.FAILED
     except Exception:
         log.exception("rank %d of %d on %s failed", rank, world, socket.gethostname())
         exit_status.record(exit_status.FAILED)
@@ -79,6 +93,7 @@ def prepare(
     if problems:
         raise ConfigError(problems)
     notes += layout_notes(layout.topology, local_world_size)
+    notes += pipeline_notes(layout)
     return config, args, layout, notes
 
 

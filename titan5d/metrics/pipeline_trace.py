@@ -70,12 +70,15 @@ class PipelineTrace:
 
     def write(self, step: int) -> dict[str, float]:
         """Writes the last step's files. Returns its metrics: `pipeline_bubble`, the share of all ranks' time from
-        the first slot to the last in which they ran none. Collective."""
+        the first slot to the last in which they ran none; nothing after a step that ran no slot. Collective."""
+        if not self.marks:
+            return {}
         timeline = self.timeline()
         folder = self.folder / f"step-{step}"
         folder.mkdir(parents=True, exist_ok=True)
         row, rank = self.group.rank(), dist.get_rank()
         own = {"step": step, "rank": rank, "pipeline_rank": row, "slots": _slots(timeline, row)}
+        self.marks = []
         (folder / f"rank-{rank}.json").write_text(json.dumps(own), encoding="utf-8")
         if rank == 0:
             merged = {

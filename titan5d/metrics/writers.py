@@ -77,7 +77,7 @@ class JsonlWriter:
         """`first_step`: the first step this run will do; 1 for a fresh start, N + 1 after loading step N."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        _keep_steps_before(path, first_step)
+        keep_steps_before(path, first_step)
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: dict[str, MetricValue]) -> None:
@@ -99,7 +99,7 @@ def _json_value(key: str, value: MetricValue) -> MetricValue:
     return value
 
 
-def _keep_steps_before(path: Path, first_step: int) -> None:
+def keep_steps_before(path: Path, first_step: int) -> None:
     """Moves lines of `first_step` and later, and lines that are no JSON object, to `<path>.replaced`."""
     if not path.exists():
         return

@@ -55,7 +55,8 @@ def apply_context_parallel(model: Decoder, group: ProcessGroup, plan: ContextPar
     """
     cut = SequenceCut(group.size(), plan.load_balancer)
     for block in model.layers.values():
-        block.attention.core = _core(group, plan)
+        attention: Any = block.attention
+        attention.core = _core(group, plan)
     model.prepare_mask = prepare_documents  # attention plans with the documents of the whole rows
     model.register_forward_pre_hook(_Cutter(cut, group.rank()), with_kwargs=True, prepend=True)
 

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,8 @@ class WeightGradientStore:
         compiled in, one graph a layer.
 
         Args:
-            rows: the rows of the weight that this rank computes with, where ranks hold copies and share the rows; None =
-                all that it holds.
+            rows: the rows of the weight that this rank computes with, where ranks hold copies and share the rows;
+                None = all that it holds.
         """
         self._linears.append((linear, rows))
         return torch.tensor([self._number, len(self._linears) - 1], device="cpu")
@@ -148,11 +148,12 @@ def defer_weight_gradients(model: Decoder, store: WeightGradientStore, compiled:
     for module in model.modules():
         products = getattr(module, "products", None)
         if isinstance(products, TensorParallelProducts):
-            module.products = DeferredTensorProducts(products, compiled)
+            deferred: Products = DeferredTensorProducts(products, compiled)
         elif isinstance(products, Products):
-            module.products = DeferredProducts(compiled)
+            deferred = DeferredProducts(compiled)
         else:
             continue
+        setattr(module, "products", deferred)  # noqa: B010 - to the type checker a module has only parts
         for linear in module.children():
             if isinstance(linear, nn.Linear):
                 linear.gradient_key = store.register(linear, _rows(linear, products))
@@ -216,7 +217,7 @@ class DeferredTensorProducts(TensorParallelProducts):
 
 
 def _keys(linears: Sequence[nn.Linear]) -> list[Tensor]:
-    return [linear.gradient_key for linear in linears]
+    return [cast(Tensor, linear.gradient_key) for linear in linears]
 
 
 class _ProductsOfOneInput(torch.autograd.Function):

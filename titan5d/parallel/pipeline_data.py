@@ -10,6 +10,8 @@ micro-batch (ZeRO-2) would move as many times more, to free gradients that are 1
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -32,14 +34,15 @@ def reduce_gradients(stage: nn.Module) -> None:
     if not isinstance(stage, FSDPModule):
         return
     before_backward(stage, zero_stage=0, last=True)
-    root = replicate.state(stage) if isinstance(stage, ReplicateModule) else fully_shard.state(stage)
+    wrapper: Any = replicate if isinstance(stage, ReplicateModule) else fully_shard
+    root = wrapper.state(stage)
     for state in root._state_ctx.all_states:
         for group in _groups(state):
             group.post_backward()
     root._root_post_backward_final_callback()
 
 
-def _groups(state: object) -> list:  # type: ignore[type-arg]
+def _groups(state: object) -> list[Any]:
     """The parameter groups of a wrapped module; before torch 2.12 there is at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:

@@ -107,8 +107,16 @@ def column_products(x: Tensor, weights: Sequence[Tensor], cut: TensorCut) -> Seq
 
 def row_product(x: Tensor, weight: Tensor, cut: TensorCut) -> Tensor:
     """The sum over ranks of their x (B, S, N) times their W^T, W (D, N), as a piece of the stream: (B, S/t, D)."""
-    if torch.is_grad_enabled():
-        return _RowProduct.apply(x, weight, cut)
+    if not torch.is_grad_enabled():
+        return row_forward(x, weight, cut)
+    # Saved before the product is made: a recomputed block stops once it has all that backward needs, so the product at
+    # its end and its reduce-scatter are not made again.
+    promise = _RowInputs.apply(x, weight, cut)
+    return _RowOutput.apply(promise, row_forward(x.detach(), weight.detach(), cut))
+
+
+def row_forward(x: Tensor, weight: Tensor, cut: TensorCut) -> Tensor:
+    """`row_product` without a gradient."""
     return product_sum(x, weight, cut.group_name, cut.degree, cut.sequence_parallel, cut.overlap)
 
 
@@ -150,12 +158,16 @@ class _ColumnProducts(torch.autograd.Function):
         return grad_x, None, *grad_weights
 
 
-class _RowProduct(torch.autograd.Function):
+class _RowInputs(torch.autograd.Function):
+    """The backward of a row product. What it returns has the shape of the product, and no memory."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cut: TensorCut) -> Tensor:
         ctx.cut = cut
         ctx.save_for_backward(x, weight)
-        return product_sum(x, weight, cut.group_name, cut.degree, cut.sequence_parallel, cut.overlap)
+        batch, seq_len, _ = x.shape
+        tokens = seq_len // cut.degree if cut.sequence_parallel else seq_len
+        return x.new_zeros(()).expand(batch, tokens, weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -169,6 +181,18 @@ class _RowProduct(torch.autograd.Function):
                 grad = gather_sequence(grad, cut.group_name, cut.degree)
             grad_x = input_gradient([grad], [weight]) if ctx.needs_input_grad[0] else None
         return grad_x, weight_gradient(grad, x) if ctx.needs_input_grad[1] else None, None
+
+
+class _RowOutput(torch.autograd.Function):
+    """The forward of a row product: hands its output on, and its gradient to `_RowInputs`."""
+
+    @staticmethod
+    def forward(ctx: Any, promise: Tensor, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

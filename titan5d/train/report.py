@@ -28,7 +28,14 @@ from titan5d.metrics.names import MetricValue
 from titan5d.metrics.pipeline_trace import PipelineTrace
 from titan5d.metrics.summary import MFU_CONVENTION, ClosingSummary
 from titan5d.metrics.throughput import Throughput
-from titan5d.metrics.writers import JsonlWriter, MetricsLogger, TensorBoardWriter, WandbWriter, Writer
+from titan5d.metrics.writers import (
+    JsonlWriter,
+    MetricsLogger,
+    TensorBoardWriter,
+    WandbWriter,
+    Writer,
+    keep_steps_before,
+)
 from titan5d.models.args import ModelArgs, count_parameters
 from titan5d.parallel.mesh import Meshes
 from titan5d.train.step import StepResult
@@ -63,7 +70,9 @@ class RunReport:
         self.samples: TextIO | None = None
         if config.debug.log_samples:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.samples = (self.folder / f"samples-rank{dist.get_rank()}.jsonl").open("a", encoding="utf-8")
+            path = self.folder / f"samples-rank{dist.get_rank()}.jsonl"
+            keep_steps_before(path, step + 1)
+            self.samples = path.open("a", encoding="utf-8")
         # last: its clock starts now, and opening the writers is no training
         self.throughput = Throughput(
             layout.topology.world_size, training_flops(flop_shape(args)), self.peak, self._recompute()
@@ -91,6 +100,8 @@ class RunReport:
             training.local_batch_size,
             training.dataset,
         )
+        if layout.pipeline is not None:
+            log.info("%s", layout.pipeline)
         log.info(
             "peak %.4g TFLOP/s a device, %s. %s",
             self.peak.flops_per_second / 1e12,

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
+from contextlib import closing
 from datetime import timedelta
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 
+from titan5d.checkpoint.checkpoints import Checkpoints
+from titan5d.checkpoint.generators import seed_generators
 from titan5d.config.check import Layout, context_method
 from titan5d.config.schema import Config
 from titan5d.data.loader import DataLoader
 from titan5d.data.validation import ValidationBatches
+from titan5d.launch.exit_status import DONE, FAILED, STOPPED
+from titan5d.launch.signals import StopSignals, signal_name
 from titan5d.metrics.pipeline_trace import PipelineTrace
 from titan5d.models.args import ModelArgs
 from titan5d.parallel.apply import build_parallel_model
@@ -31,6 +38,8 @@ from titan5d.train.validate import validation_loss
 log = logging.getLogger("titan5d")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TIME_IS_UP = 1000
+"""Why a run stops, beside the numbers of signals: job.max_minutes."""
 
 
 class Trainer:
@@ -46,7 +55,9 @@ class Trainer:
         device: torch.device,
     ) -> None:
         self.config, self.args, self.layout, self.device = config, args, layout, device
+        self.started = time.monotonic()
         training = config.training
+        seed_generators(layout.seed, dist.get_rank())
         self.meshes = Meshes(
             layout.topology, device.type, timedelta(seconds=config.comm.init_timeout_seconds)
         )
@@ -87,30 +98,47 @@ class Trainer:
             self.model.named_parameters(), config.optimizer, DTYPES[training.mixed_precision_param]
         )
         self.lr = LRSchedule(self.optimizer, config.lr_scheduler, training.steps)
-        self.report = RunReport(config, args, layout, self.meshes, device)
+        self.checkpoints = Checkpoints(
+            config, str(layout.topology), self.model, self.optimizer, loader, device
+        )
+        start = self.checkpoints.start()
+        self.step = start.step
+        self.skipped_in_a_row = int(start.run.get("skipped_in_a_row", 0))
+        self.report = RunReport(config, args, layout, self.meshes, device, self.step)
+        self.report.tokens_seen = int(start.run.get("tokens_seen", 0))
+        self.report.skipped_steps = int(start.run.get("skipped_steps", 0))
         if config.profiling.pipeline_trace and self.pipeline is not None:
             folder = self.report.folder / config.profiling.save_traces_folder
             group = self.pipeline.groups.down
             self.report.pipeline_trace = PipelineTrace(self.pipeline.schedule, group, device, folder)
             self.pipeline.trace = self.report.pipeline_trace
-        self.step = 0
-        self.skipped_in_a_row = 0
 
     def run(self) -> int:
         """Trains until the last step. Returns the exit status: 0 when all that was asked for was done."""
-        training = self.config.training
-        if training.gc_freq:
+        if self.config.checkpoint.create_seed_checkpoint:
+            self.checkpoints.save(self.step, self._counters())
+            self.checkpoints.close()
+            return DONE
+        if self.config.training.gc_freq:
             gc.disable()  # collections at different times on different ranks stall all of them
         self.report.start(self.model)
-        batches = iter(self.loader)
-        data_ended = False
         try:
-            while self.step < training.steps:
+            with StopSignals() as signals:
+                status = self._train(signals)
+                self.checkpoints.close()
+        finally:
+            self.report.close()
+            self.checkpoints.abandon()
+        return status
+
+    def _train(self, signals: StopSignals) -> int:
+        training, first, stop = self.config.training, self.step + 1, 0
+        with closing(iter(self.loader)) as batches:
+            while self.step < training.steps and not stop:
                 with self.report.throughput.loading_data():
                     micro_batches = next(batches, None)
                 if micro_batches is None:
-                    data_ended = True
-                    break
+                    return self._data_ended()
                 self.step += 1
                 self.lr.set_step(self.step)
                 result = train_step(
@@ -123,24 +151,49 @@ class Trainer:
                     self.device,
                     self.pipeline,
                 )
-                if self.step == 1:
+                if self.step == first:
                     self.meshes.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
                 self.report.after_step(self.step, result, self.lr.lr, micro_batches, self._validate_if_due())
                 if self._too_many_skipped(result):
-                    return 1
+                    return FAILED
+                with self.report.throughput.excluded():
+                    asked = self._asked_to_stop(signals)
+                    stop = self.checkpoints.after_step(self.step, asked, self._counters())
                 if training.gc_freq and self.step % training.gc_freq == 0:
                     self._collect_garbage()
-        finally:
-            batches.close()
-            self.report.close()
-        if data_ended:
-            log.warning(
-                "the data ended at step %d of %d, after the %d epochs asked for (training.epochs)",
-                self.step,
-                training.steps,
-                training.epochs,
-            )
-        return 0
+        return self._stopped(stop) if self.step < training.steps else DONE
+
+    def _data_ended(self) -> int:
+        log.warning(
+            "the data ended at step %d of %d, after the %d epochs asked for (training.epochs)",
+            self.step,
+            self.config.training.steps,
+            self.config.training.epochs,
+        )
+        if self.checkpoints.saves and self.step:
+            self.checkpoints.save(self.step, self._counters())
+        return DONE
+
+    def _asked_to_stop(self, signals: StopSignals) -> int:
+        limit = 60 * self.config.job.max_minutes
+        return TIME_IS_UP if limit and time.monotonic() - self.started >= limit else signals.asked
+
+    def _stopped(self, stop: int) -> int:
+        why = f"job.max_minutes = {self.config.job.max_minutes:g}" if stop == TIME_IS_UP else signal_name(stop)
+        done = f"{why}: stopped after step {self.step} of {self.config.training.steps}"
+        if self.checkpoints.saved_step == self.step:
+            log.info("%s; it is saved, and the same command goes on from there", done)
+            return STOPPED
+        log.error("%s; nothing was saved (checkpoint.enable = true saves)", done)
+        return FAILED
+
+    def _counters(self) -> dict[str, float]:
+        """What a checkpoint keeps of the run beside weights, optimizer and data."""
+        return {
+            "tokens_seen": self.report.tokens_seen,
+            "skipped_steps": self.report.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
 
     def _too_many_skipped(self, result: StepResult) -> bool:
         """A step without a finite gradient is left out and counted; too many in a row end the run."""

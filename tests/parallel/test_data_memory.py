@@ -1,0 +1,143 @@
+"""What each rank holds in a step, measured by the memory ledger, against plan/memory.py; and the table of the docs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.test_data_ledger import COUNT, CPU, P, _two_steps, start
+from tests.parity import TINY, Case
+from titan5d.launch.local_ranks import run_ranks
+from titan5d.metrics.memory_ledger import MemoryLedger, MemoryUse
+from titan5d.parallel.data import before_microbatch
+from titan5d.plan.memory import StateBytes, head_activation_bytes, layer_activation_bytes, state_bytes
+from titan5d.topology import Topology
+from titan5d.train.loss import normalized
+from titan5d.train.step import forward
+
+STEP_COUNTS = 4 * (3 + 9 * TINY.n_layers)  # Adam counts its steps in one fp32 number a tensor
+FREQUENCIES = 4 * TINY.head_dim // 2  # of the rotary embedding, a buffer
+
+
+@dataclass
+class Held:
+    """Bytes of one rank.
+
+    Attributes:
+        forward, backward: the most of each purpose, over all micro-batches.
+        kept_gradients: the most between backward and the next forward or the update.
+        update: while the optimizer steps.
+        peak: the fullest moment.
+    """
+
+    forward: MemoryUse
+    backward: MemoryUse
+    kept_gradients: int
+    update: MemoryUse
+    peak: MemoryUse
+
+
+def _held(case: Case) -> Held:
+    run = start(case)
+    run.step()  # from the second step on there is optimizer state
+    held = Held(MemoryUse(), MemoryUse(), 0, MemoryUse(), MemoryUse())
+    with MemoryLedger(run.model, run.optimizer) as ledger:
+        for index, batch in enumerate(run.batches):
+            ledger.highest = MemoryUse()
+            before_microbatch(run.model, case.stage, last=index == len(run.batches) - 1)
+            loss = normalized(forward(run.model, batch, CPU)[0], 100)
+            held.forward, ledger.highest = held.forward.largest(ledger.highest), MemoryUse()
+            loss.backward()
+            held.backward = held.backward.largest(ledger.highest)
+            held.kept_gradients = max(held.kept_gradients, ledger.now().gradients)
+        ledger.highest = MemoryUse()
+        run.optimizer.step()
+        held.update, held.peak = ledger.highest, ledger.peak
+    return held
+
+
+def predicted(case: Case) -> StateBytes:
+    return state_bytes(
+        P,
+        COUNT.largest_unit,
+        case.stage,
+        case.topology.dp_shard,
+        compute_bytes=case.dtype.itemsize,
+        accumulates=case.accumulation > 1,
+        working_copy=case.topology.world_size > 1,
+    )
+
+
+CASES = {
+    "one rank": Case(stage=0),
+    **{f"stage {stage}, 2 ranks": Case(Topology(dp_shard=2), stage) for stage in range(4)},
+    **{
+        f"stage {stage}, 4 ranks, 2 micro-batches": Case(Topology(dp_shard=4), stage, 2) for stage in range(4)
+    },
+    **{
+        f"stage {stage}, 2 ranks, 2 micro-batches, bf16": Case(
+            Topology(dp_shard=2), stage, 2, dtype=torch.bfloat16
+        )
+        for stage in (1, 3)
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_holds_its_closed_form(name: str) -> None:
+    case = CASES[name]
+    state = predicted(case)
+    rows = len(case.valid) // case.topology.world_size // case.accumulation
+    sizes = TINY, rows * case.seq_len, case.dtype.itemsize
+    activations = TINY.n_layers * layer_activation_bytes(*sizes, "none") + head_activation_bytes(
+        *sizes, 64 * 2**20
+    )
+    for held in run_ranks(_held, case.topology.world_size, case):
+        assert held.update.weights == state.weights + FREQUENCIES
+        assert held.update.optimizer == state.optimizer + STEP_COUNTS
+        # FSDP2 lets go of what it sent for the first unit when it sends for the next micro-batch
+        waiting = 4 * COUNT.embedding if case.stage >= 2 and case.accumulation > 1 else 0
+        assert held.kept_gradients == pytest.approx(state.gradients + waiting, rel=0.02)
+        assert held.backward.gathered == pytest.approx(state.gathered, rel=0.02)
+        # what comes and goes with a unit
+        assert held.forward.gathered <= state.gathered + state.buffers
+        assert held.backward.gradients <= state.gradients + state.buffers
+        # the whole: an upper bound that is not far off
+        assert 0.75 * (state.total + activations) <= held.peak.total <= state.total + activations
+
+
+def test_static_bytes_of_case_092() -> None:
+    """180,800 parameters x 16 bytes on one process; a quarter of it on each of 4 ranks, nothing padded."""
+    for topology, stage, static in ((Topology(), 0, 2_892_800), (Topology(dp_shard=4), 3, 723_200)):
+        for held in run_ranks(_held, topology.world_size, Case(topology, stage)):
+            update = held.update
+            held_static = update.weights + update.gradients + update.optimizer
+            assert held_static == static + STEP_COUNTS + FREQUENCIES
+            assert update.gathered == 0
+
+
+DOCUMENTED = [Case(Topology(dp_shard=4), stage, accumulation=2) for stage in range(4)]
+
+
+def table_row(case: Case, held: Held, sent: float) -> str:
+    bytes_by_column = (
+        held.update.weights,
+        held.kept_gradients,
+        held.update.optimizer,
+        held.backward.gathered,
+        held.backward.total,
+        sent,
+    )
+    return " | ".join([f"| {case.stage}", *(f"{size / P:.2f}" for size in bytes_by_column)]) + " |"
+
+
+def test_the_table_of_the_docs_is_what_is_measured() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data_parallel.md").read_text(encoding="utf-8")
+    for case in DOCUMENTED:
+        held = run_ranks(_held, 4, case)[0]
+        totals = run_ranks(_two_steps, 4, case)[0][0]
+        row = table_row(case, held, sum(traffic.bytes for traffic in totals.values()))
+        assert row in page, f"docs/data_parallel.md lacks the measured row {row}"
