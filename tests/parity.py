@@ -65,6 +65,7 @@ class Case:
     microbatch_size: int = 1
     layout: str = ""
     norm_scale: float = 1.0  # of all norm weights, before the first step
+    cpu_offload: bool = False
 
 
 @dataclass
@@ -114,7 +115,7 @@ def run_case(case: Case) -> Outcome:
     """Runs on the ranks of the current process group; the outcome is whole (gathered) on every rank."""
     device = torch.device("cpu")
     meshes = Meshes(case.topology, "cpu")
-    data = DataParallel(case.stage, case.reshard_degree, param_dtype=case.dtype)
+    data = DataParallel(case.stage, case.reshard_degree, param_dtype=case.dtype, cpu_offload=case.cpu_offload)
     recompute = ActivationCheckpoint(mode=case.recompute, selective_ac_option=case.selective)  # type: ignore[arg-type]
     compile = Compile(enable=case.compile, backend="aot_eager")
     model = build_parallel_model(
@@ -147,7 +148,10 @@ def run_case(case: Case) -> Outcome:
         outcome.losses.append(result.loss)
         outcome.max_losses.append(result.max_loss)
         outcome.norms.append(result.grad_norm)
-    outcome.weights = all_stages(_whole(dict(model.named_parameters())), meshes, case)
+    saved = dict(model.named_parameters())
+    for name, router in model.routers().items():  # buffers that are saved
+        saved |= {f"layers.{name}.router.bias": router.bias, f"layers.{name}.router.load": router.load.float()}
+    outcome.weights = all_stages(_whole(saved), meshes, case)
     return outcome
 
 
@@ -208,6 +212,7 @@ def reference(case: Case) -> Outcome:
         recompute="none",
         compile=False,
         reshard_degree=None,
+        cpu_offload=False,
         tensor=None,
         context=ContextParallel(),
         schedule="1F1B",

@@ -11,6 +11,8 @@ USAGE = """usage: titan5d COMMAND [arguments]
 
   train      train a model: --config NAME|FILE [--section.key value ...]; --help [SECTION] lists every key
   data       `data build` tokenizes text into shards, `data info` describes them
+  checkpoint ls, inspect, verify: look at checkpoints and check them
+  convert    to-hf, from-hf: checkpoints to and from Hugging Face's format
   schedule   draw, simulate and compare pipeline schedules
 
 Start several ranks with ./run_train.sh or torchrun; exit status 0 done, 2 refused, 3 stopped by a signal, 1 else."""
@@ -41,6 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         from titan5d.schedules import cli as schedule_cli
 
         return _run("schedule", schedule_cli, rest)
+    if command in ("checkpoint", "convert"):
+        from titan5d.checkpoint import cli as checkpoint_cli
+
+        parser = argparse.ArgumentParser(
+            prog=f"titan5d {command}",
+            description=checkpoint_cli.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if command == "checkpoint":
+            checkpoint_cli.add_checkpoint_arguments(parser)
+            return checkpoint_cli.run_checkpoint(parser.parse_args(rest))
+        checkpoint_cli.add_convert_arguments(parser)
+        return checkpoint_cli.run_convert(parser.parse_args(rest))
     print(f"titan5d: there is no command {command!r}\n\n{USAGE}", file=sys.stderr)
     return 2
 

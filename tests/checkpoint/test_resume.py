@@ -2,94 +2,103 @@
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tests.checkpoint.runs import assert_same_tensors, metrics, run, tensors
 
-from titan5d.launch.local_ranks import run_ranks
-from titan5d.launch.run import train
-
-TINY = {
-    "model.dim": 64,
-    "model.n_layers": 4,
-    "model.n_heads": 8,
-    "model.n_kv_heads": 4,
-    "model.ffn_dim": 128,
-    "model.vocab_size": 259,
-    "model.tokenizer_path": "bytes",
-    "training.dataset": "tokens",
-    "training.seq_len": 32,
-    "training.local_batch_size": 2,
-    "training.global_batch_size": 8,
-    "training.steps": 6,
-    "training.mixed_precision_param": "float32",
-    "optimizer.lr": 1e-3,
-    "optimizer.eps": 1e-5,
-    "lr_scheduler.warmup_steps": 2,
-    "metrics.log_freq": 1,
-    "metrics.peak_flops": "1e12",
-    "metrics.enable_tensorboard": "false",
-    "checkpoint.enable": "true",
-    "checkpoint.interval": 3,
-    "checkpoint.last_save_model_only": "false",
-    "debug.deterministic": "true",
-    "debug.log_samples": "true",
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "zero3 x4": (4, {"parallelism__zero_stage": 3}),
+    "tp2 x pp2": (
+        4,
+        {
+            "parallelism__tensor_parallel_degree": 2,
+            "parallelism__pipeline_parallel_degree": 2,
+            "parallelism__pipeline_parallel_schedule": "1F1B",
+        },
+    ),
+    "zero1 x2": (2, {"parallelism__zero_stage": 1}),
+    "pp2 interleaved": (
+        2,
+        {
+            "parallelism__pipeline_parallel_degree": 2,
+            "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
+        },
+    ),
+    "hsdp 2x2": (4, {"parallelism__data_parallel_replicate_degree": 2}),
+    "tp2": (2, {"parallelism__tensor_parallel_degree": 2}),
+    "cp2": (2, {"parallelism__context_parallel_degree": 2}),
 }
+"""Ranks, and what cuts the run over them."""
 
 
-def write_rows(path: Path, rows: int = 64, seq_len: int = 32) -> None:
-    generator = random.Random(7)
-    with path.open("w") as out:
-        for _ in range(rows):
-            tokens = [generator.randrange(256) for _ in range(seq_len)]
-            valid = generator.randrange(1, seq_len)
-            labels = [token * 7 % 256 if i < valid else -100 for i, token in enumerate(tokens)]
-            out.write(json.dumps({"tokens": tokens, "labels": labels}) + "\n")
+@pytest.mark.parametrize("layout", ["zero3 x4", "tp2 x pp2"])
+def test_interrupted_on_one_layout_is_bitwise_the_same(tmp_path: Path, layout: str) -> None:
+    """Interrupted twice; also cases 017 and 049: a tied model, and each rank its own random generators."""
+    ranks, flags = LAYOUTS[layout]
+    flags = {**flags, "model__tie_embeddings": "true", "checkpoint__interval": 2}
+    assert run(tmp_path, "straight", ranks, **flags) == [0] * ranks
+    for steps in (2, 4, 6):
+        assert (
+            run(
+                tmp_path,
+                "interrupted",
+                ranks,
+                **{**flags, "training__steps": steps, "lr_scheduler__total_steps": 6},
+            )
+            == [0] * ranks
+        )
+    one, two = metrics(tmp_path, "straight"), metrics(tmp_path, "interrupted")
+    assert sorted(one) == sorted(two) == [1, 2, 3, 4, 5, 6]
+    for step, line in one.items():
+        for key in ("loss", "max_loss", "grad_norm", "lr", "n_tokens_seen", "consumed_samples"):
+            assert line[key] == two[step][key], (step, key)
+    one, two = tensors(tmp_path, "straight", 6), tensors(tmp_path, "interrupted", 6)
+    assert_same_tensors(one, two)
+    assert "model.output.weight" not in one and "optimizer.exp_avg.tok_embeddings.weight" in one
+    states = [one[f"generators.{rank}.torch"] for rank in range(ranks)]
+    assert not any(torch.equal(states[0], other) for other in states[1:])
+    for rank in range(ranks):
+        lines = (tmp_path / "interrupted" / f"samples-rank{rank}.jsonl").read_text()
+        assert lines == (tmp_path / "straight" / f"samples-rank{rank}.jsonl").read_text()
 
 
-def words(folder: Path, name: str, **flags: Any) -> list[str]:
-    (folder / "empty.toml").write_text("")
-    if not (folder / "rows.jsonl").exists():
-        write_rows(folder / "rows.jsonl")
-    merged = {**TINY, "training.dataset_path": folder / "rows.jsonl", "job.dump_folder": folder / name}
-    merged |= {key.replace("__", "."): value for key, value in flags.items()}
-    return ["--config", str(folder / "empty.toml"), *(f"--{key}={value}" for key, value in merged.items())]
-
-
-def run(folder: Path, name: str, ranks: int = 1, **flags: Any) -> list[int]:
-    return run_ranks(train, ranks, words(folder, name, **flags), timeout=120)
-
-
-def metrics(folder: Path, name: str) -> dict[int, dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    assert len({line["step"] for line in lines}) == len(lines)
-    return {line["step"]: line for line in lines}
-
-
-def tensors(folder: Path, name: str, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole."""
-    from titan5d.checkpoint.manifest import read_manifest
-    from titan5d.checkpoint.source import CheckpointSource, read_whole
-
-    path = folder / name / "checkpoint" / f"step-{step}"
-    source = CheckpointSource(path, read_manifest(path))
-    return {key: read_whole(source, key) for key in source.specs()}
-
-
-def test_one_process(tmp_path: Path) -> None:
-    assert run(tmp_path, "a") == [0]
-    assert sorted(p.name for p in (tmp_path / "a" / "checkpoint").iterdir()) == [".lock", "step-3", "step-6"]
-    assert run(tmp_path, "b", training__steps=3, lr_scheduler__total_steps=6) == [0]
-    assert run(tmp_path, "b") == [0]
-    one, two = metrics(tmp_path, "a"), metrics(tmp_path, "b")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_moves_from_layout_to_layout(tmp_path: Path) -> None:
+    """Case 050: one step on each of eight layouts; the losses are those of one process that was never stopped."""
+    steps = len(LAYOUTS)
+    flags: dict[str, Any] = {"lr_scheduler__total_steps": steps, "checkpoint__interval": 1}
+    assert run(tmp_path, "straight", 1, training__steps=steps, **flags) == [0]
+    for step, (ranks, cut) in enumerate(LAYOUTS.values(), 1):
+        assert run(tmp_path, "moves", ranks, training__steps=step, **flags, **cut) == [0] * ranks
+    one, two = metrics(tmp_path, "straight"), metrics(tmp_path, "moves")
     for step in one:
-        for key in ("loss", "grad_norm", "lr", "n_tokens_seen", "consumed_samples"):
-            assert one[step][key] == two[step][key], (step, key)
-    one, two = tensors(tmp_path, "a", 6), tensors(tmp_path, "b", 6)
-    assert one.keys() == two.keys() and len(one) > 100
-    for key in one:
-        assert torch.equal(one[key], two[key]), key
+        assert two[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-6), step
+        assert two[step]["consumed_samples"] == one[step]["consumed_samples"]
+    final, expected = tensors(tmp_path, "moves", steps), tensors(tmp_path, "straight", steps)
+    for key, tensor in expected.items():
+        if key.startswith("model."):
+            assert (final[key] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_is_loaded_on_another_layout_is_bitwise_what_was_saved(tmp_path: Path) -> None:
+    """With a learning rate of 0 a step changes no weight, so the next save must hold the same bytes."""
+    flags: dict[str, Any] = {"checkpoint__interval": 1, "optimizer__weight_decay": 0, "optimizer__lr": 1e-3}
+    for name in ("zero3 x4", "tp2 x pp2", "hsdp 2x2"):
+        ranks, cut = LAYOUTS[name]
+        folder = f"run {name}"
+        assert run(tmp_path, folder, ranks, training__steps=1, **flags, **cut) == [0] * ranks
+        saved = tensors(tmp_path, folder, 1)
+        for other in ("1", "zero1 x2"):
+            ranks, cut = LAYOUTS[other]
+            still = {**flags, "optimizer__lr": 0, "checkpoint__load_step": 1}
+            assert run(tmp_path, folder, ranks, training__steps=2, **still, **cut) == [0] * ranks
+            found = tensors(tmp_path, folder, 2)
+            for key, tensor in saved.items():
+                if key.startswith("model."):
+                    assert torch.equal(found[key], tensor), (name, other, key)

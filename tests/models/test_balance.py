@@ -1,4 +1,4 @@
-"""The losses against their formulas written out token by token; that parts of a step add up; the bias's whole numbers."""
+"""The losses against their formulas written out token by token; parts of a step add up; the bias counts in whole numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from titan5d.models.router import AUX_LOSS, ENTROPY, Z_LOSS, Router
 
 E, K = 8, 2
 ARGS = ModelArgs(
-    dim=16, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=16, vocab_size=32, n_experts=E, top_k=K, moe_ffn_dim=16
+    dim=16,
+    n_layers=1,
+    n_heads=2,
+    n_kv_heads=2,
+    ffn_dim=16,
+    vocab_size=32,
+    n_experts=E,
+    top_k=K,
+    moe_ffn_dim=16,
 )
 KINDS = ("sequence", "micro_batch", "global_batch")
 
@@ -38,7 +46,9 @@ def padded(n: int = 4, seq: int = 6) -> torch.Tensor:
     return padding
 
 
-def written_out(router: Router, x: torch.Tensor, padding: torch.Tensor, tokens: int, parts: int) -> torch.Tensor:
+def written_out(
+    router: Router, x: torch.Tensor, padding: torch.Tensor, tokens: int, parts: int
+) -> torch.Tensor:
     """alpha * sum f P and beta * mean lse^2 as the papers have them, in float64, with plain loops over tokens."""
     balance, load = router.balance, router.load.double()
     logits = x.double() @ router.weight.double().T
@@ -52,7 +62,9 @@ def written_out(router: Router, x: torch.Tensor, padding: torch.Tensor, tokens: 
             p = p + shares[row, place] / len(places)
         return (f * p).sum() * balance.aux_loss_coefficient
 
-    places = [(row, place) for row in range(x.shape[0]) for place in range(x.shape[1]) if not padding[row, place]]
+    places = [
+        (row, place) for row in range(x.shape[0]) for place in range(x.shape[1]) if not padding[row, place]
+    ]
     if balance.aux_loss_kind == "sequence":
         by_row = [[one for one in places if one[0] == row] for row in range(x.shape[0])]
         aux = sum((loss_of(row) for row in by_row), torch.zeros(())) / parts
@@ -73,14 +85,18 @@ def test_value_and_gradient_equal_the_formulas(kind: str, score: str) -> None:
     router.begin_step(tokens, rows=4, micro_batches=3)
     _, weights = router(x, padding)
     (weights * 0).sum().backward()  # a loss that has no gradient of its own
-    expected = written_out(router, x.detach(), padding, tokens, {"sequence": 4, "micro_batch": 3}.get(kind, 1))
+    expected = written_out(
+        router, x.detach(), padding, tokens, {"sequence": 4, "micro_batch": 3}.get(kind, 1)
+    )
     found = router.micro_batch_sums[[AUX_LOSS, Z_LOSS]]
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=0)
     assert router.weight.grad is not None and x.grad is not None
     ours = router.weight.grad.clone(), x.grad.clone()
     leaf = x.detach().clone().requires_grad_()
     router.weight.grad = None
-    written_out(router, leaf, padding, tokens, {"sequence": 4, "micro_batch": 3}.get(kind, 1)).sum().backward()
+    written_out(
+        router, leaf, padding, tokens, {"sequence": 4, "micro_batch": 3}.get(kind, 1)
+    ).sum().backward()
     assert leaf.grad is not None
     for mine, theirs in zip(ours, (router.weight.grad, leaf.grad), strict=True):
         assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()

@@ -29,13 +29,17 @@ def poisoned() -> Iterator[None]:
 
 
 def loop(rows: torch.Tensor, weight: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    parts = [rows[start:end] @ weight[e].T for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    parts = [
+        rows[start:end] @ weight[e].T for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - ends[-1], weight.shape[1])])
 
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("width", [16, 10], ids=["kernel", "fallback"])  # 10 floats are no multiple of 16 bytes
+@pytest.mark.parametrize(
+    "width", [16, 10], ids=["kernel", "fallback"]
+)  # 10 floats are no multiple of 16 bytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_product_and_gradients_equal_a_loop(layout: str, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -99,7 +103,9 @@ def test_compiled_and_on_meta(device: str) -> None:
         grouped_mm(rows, weight, ends, True).sum().backward()
         assert rows.grad is not None and rows.grad.shape == (20, 16)
         return
-    compiled = torch.compile(lambda r, w, e: grouped_mm(r, w, e, True).square().sum(), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda r, w, e: grouped_mm(r, w, e, True).square().sum(), backend="aot_eager", fullgraph=True
+    )
     found = torch.autograd.grad(compiled(rows, weight, ends), (rows, weight))
     expected = torch.autograd.grad(loop(rows, weight, ends.tolist()).square().sum(), (rows, weight))
     for ours, theirs in zip(found, expected, strict=True):

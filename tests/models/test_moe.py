@@ -1,4 +1,4 @@
-"""Layers of experts against a loop over tokens; experts without tokens; padding; capacity; recompute; compile; counts."""
+"""Layers of experts against a loop over tokens; idle experts; padding; capacity; recompute; compile; counts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def gradients(module: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Te
     return {name: grad.clone() for name, grad in found.items() if grad is not None}
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+def assert_same(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5
+) -> None:
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         assert (ours[name] - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1e-30), name
@@ -94,7 +96,9 @@ VARIANTS = {
     "top 1": replace(TINY_M, top_k=1, router_normalize=False),
     "all experts": replace(TINY_M, top_k=8),
     "sizes without a kernel": replace(TINY_M, moe_ffn_dim=10),
-    "sigmoid, groups": replace(TINY_M, router_score="sigmoid", n_expert_groups=4, n_limited_groups=2, router_scale=2.5),
+    "sigmoid, groups": replace(
+        TINY_M, router_score="sigmoid", n_expert_groups=4, n_limited_groups=2, router_scale=2.5
+    ),
 }
 
 
@@ -272,7 +276,9 @@ def test_bf16_keeps_the_router_in_fp32() -> None:
     decoder = model().bfloat16()
     router = decoder.routers()["0"]
     seen = {}
-    router.register_forward_hook(lambda module, inputs, out: seen.update(x=inputs[0].dtype, weights=out[1].dtype))
+    router.register_forward_hook(
+        lambda module, inputs, out: seen.update(x=inputs[0].dtype, weights=out[1].dtype)
+    )
     ids = tokens()
     loss, _ = decoder(ids, labels=ids)
     loss.backward()
@@ -285,7 +291,9 @@ def test_score_before_w2_keeps_less_for_backward() -> None:
     """Where experts are narrower than the stream: rows x dim less, in this layer 2 x 64 x 64 floats of two slots."""
 
     def kept(before: bool) -> int:
-        moe = layer(replace(TINY_M, moe_ffn_dim=16, n_shared_experts=0, balance=Balance(score_before_w2=before)))
+        moe = layer(
+            replace(TINY_M, moe_ffn_dim=16, n_shared_experts=0, balance=Balance(score_before_w2=before))
+        )
         storages: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -322,7 +330,9 @@ def test_counts_and_init_cover_every_parameter(name: str) -> None:
         assert count.total == sum(parameter.numel() for parameter in decoder.parameters())
         assert count.layer == sum(parameter.numel() for parameter in decoder.layers["3"].parameters())
         assert set(init_specs(args)) == {name for name, _ in decoder.named_parameters()}
-        experts = sum(parameter.numel() for name, parameter in decoder.named_parameters() if ".experts.w" in name)
+        experts = sum(
+            parameter.numel() for name, parameter in decoder.named_parameters() if ".experts.w" in name
+        )
         assert count.total - count.active == experts * (8 - args.top_k) // 8
 
 
@@ -345,12 +355,18 @@ def test_from_the_meta_device_the_state_starts_at_zero() -> None:
         ({"top_k": 0}, "model.top_k = 0"),
         ({"n_expert_groups": 3}, r"n_expert_groups = 3 .* one of 1, 2, 4, 8 for 8 experts"),
         ({"n_expert_groups": 4, "n_limited_groups": 5}, "n_limited_groups = 5"),
-        ({"n_expert_groups": 4, "n_limited_groups": 1, "top_k": 3}, r"top_k = 3, .* reach 2 experts \(1 of 4 groups"),
+        (
+            {"n_expert_groups": 4, "n_limited_groups": 1, "top_k": 3},
+            r"top_k = 3, .* reach 2 experts \(1 of 4 groups",
+        ),
         ({"moe_ffn_dim": 0}, "moe_ffn_dim = 0"),
         ({"n_dense_layers": 4}, "n_dense_layers = 4 leaves none"),
         ({"router_scale": 0.0}, "router_scale = 0.0"),
         ({"balance": Balance(capacity_factor=-1.0)}, "moe.capacity_factor = -1.0"),
-        ({"n_experts": 0, "moe_ffn_dim": 0, "n_shared_experts": 0}, "model.top_k = 2 belongs to a model with experts"),
+        (
+            {"n_experts": 0, "moe_ffn_dim": 0, "n_shared_experts": 0},
+            "model.top_k = 2 belongs to a model with experts",
+        ),
         (
             {"n_experts": 0, "moe_ffn_dim": 0, "n_shared_experts": 0, "top_k": 0, "balance": BALANCED},
             "moe.aux_loss_coefficient = 0.01 acts on experts, but this model has none",

@@ -13,7 +13,15 @@ from titan5d.models.args import Balance, ModelArgs
 from titan5d.models.router import Router
 
 ARGS = ModelArgs(
-    dim=16, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=16, vocab_size=32, n_experts=8, top_k=2, moe_ffn_dim=16
+    dim=16,
+    n_layers=1,
+    n_heads=2,
+    n_kv_heads=2,
+    ffn_dim=16,
+    vocab_size=32,
+    n_experts=8,
+    top_k=2,
+    moe_ffn_dim=16,
 )
 
 
@@ -58,7 +66,9 @@ def test_score_bias_choice_normalise_scale(score: Any, normalize: bool, scale: f
     assert experts.shape == weights.shape == (2, 12, top_k)
     expected = by_definition(router, x, args)
     for token, (chosen, given) in enumerate(zip(experts.flatten(0, 1), weights.flatten(0, 1), strict=True)):
-        assert dict(zip(chosen.tolist(), given.tolist(), strict=True)) == pytest.approx(expected[token], rel=1e-5)
+        assert dict(zip(chosen.tolist(), given.tolist(), strict=True)) == pytest.approx(
+            expected[token], rel=1e-5
+        )
     if normalize and top_k == 8:
         torch.testing.assert_close(weights.sum(-1), torch.full((2, 12), scale))
 
@@ -118,7 +128,9 @@ def test_padding_goes_nowhere() -> None:
     alone, weights_alone = router(x, None)
     experts, weights = router(x, padding)
     assert (experts[padding] == 8).all()
-    assert (experts[~padding] == alone[~padding]).all() and (weights[~padding] == weights_alone[~padding]).all()
+    assert (experts[~padding] == alone[~padding]).all() and (
+        weights[~padding] == weights_alone[~padding]
+    ).all()
     assert router.micro_batch_counts[:8].sum() == 2 * (24 - 5)
 
 

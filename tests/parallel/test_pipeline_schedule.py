@@ -37,16 +37,16 @@ CPU = torch.device("cpu")
 
 
 def test_real_time_follows_the_simulator() -> None:
-    """Each slot as long as it really took, a run is as long as the simulator says, plus the messages."""
-    ranks = run_ranks(measure, 4, catalog.NAMES, 4, 8, 0.01, 2, timeout=100)
+    """Each slot as long as it really took, a run is as long as the simulator says, plus the messages. (A busy machine
+    lets ranks sleep too long; the slow test below does not allow for that.)"""
+    ranks = run_ranks(measure, 4, catalog.NAMES, 4, 8, 0.015, 2, timeout=100)
     for name, found in ranks[0].items():
         real = found.timeline.makespan
         # no run beats the law: sleeping never ends early
-        assert real >= simulated(found.timeline, 0.01)
+        assert real >= simulated(found.timeline, 0.015)
         expected = replayed(found.timeline, comm=0.0)
         assert expected <= real * 1.0001
-        # generous, since a busy machine wakes a rank late; the slow test is the strict one
-        assert real <= replayed(found.timeline, comm=0.02), f"{name}: {real:.3f} s"
+        assert real <= 1.15 * expected, f"{name}: {real:.3f} s, simulated {expected:.3f} s"
         held = tuple(rank[name].held for rank in ranks)
         assert held == peak_activations(found.timeline.schedule), name
 

@@ -68,7 +68,9 @@ def by_vocabulary(sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor]:
     cut = tensor_cut(sequence_parallel)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     embedding = nn.Embedding.from_pretrained(torch.tensor([[10.0], [20.0], [30.0], [40.0], [50.0], [60.0]]))
-    shards = torch.distributed.tensor.distribute_tensor(embedding.weight, mesh, [torch.distributed.tensor.Shard(0)])
+    shards = torch.distributed.tensor.distribute_tensor(
+        embedding.weight, mesh, [torch.distributed.tensor.Shard(0)]
+    )
     embedding.weight = nn.Parameter(shards)
     parallel = VocabParallelEmbedding(embedding, cut)
     tokens = torch.tensor([[1, 4, 2, 5]])

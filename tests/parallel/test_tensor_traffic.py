@@ -24,7 +24,9 @@ STREAM = ROWS * SEQ * TINY.dim * FP32
 """Bytes of the whole residual stream of a micro-batch."""
 
 
-def traffic(tp: int, layers: int, tensor: TensorParallel, recompute: str, compiled: bool) -> dict[str, Traffic]:
+def traffic(
+    tp: int, layers: int, tensor: TensorParallel, recompute: str, compiled: bool
+) -> dict[str, Traffic]:
     """op -> what one micro-batch's forward and backward send, and `norms` -> the sum of replicated gradients after."""
     case = Case(Topology(tp=tp), args=replace(TINY, n_layers=layers), valid=(64,) * ROWS)
     meshes = Meshes(case.topology, "cpu")
@@ -49,9 +51,12 @@ def traffic(tp: int, layers: int, tensor: TensorParallel, recompute: str, compil
     return found | {"norms": after.total()}
 
 
-
 def assert_traffic(found: Traffic, count: int, tensor_bytes: float, share: float) -> None:
-    assert (found.count, found.tensor_bytes, found.bytes) == (count, tensor_bytes, pytest.approx(share * tensor_bytes))
+    assert (found.count, found.tensor_bytes, found.bytes) == (
+        count,
+        tensor_bytes,
+        pytest.approx(share * tensor_bytes),
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -76,7 +81,9 @@ def test_sequence_parallel(tp: int, layers: int, regather: bool) -> None:
 def test_a_layer_costs_the_closed_form(tp: int) -> None:
     one, two = (run_ranks(traffic, tp, tp, layers, TensorParallel(), "none", False)[0] for layers in (1, 2))
     a_layer = sum(two[op].bytes - one[op].bytes for op in ("all_gather", "reduce_scatter", "all_reduce"))
-    assert a_layer == pytest.approx((8 + 2) * STREAM * (tp - 1) / tp)  # 8 T D q (t-1)/t, and 2 for the second gathers
+    assert a_layer == pytest.approx(
+        (8 + 2) * STREAM * (tp - 1) / tp
+    )  # 8 T D q (t-1)/t, and 2 for the second gathers
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -1,1 +1,1 @@
-"""Saving and continuing runs: checkpoints for any layout, and Hugging Face's format in and out (docs/checkpoints.md)."""
+"""Saving and continuing runs: checkpoints for any layout, Hugging Face's format in and out (docs/checkpoints.md)."""

@@ -21,9 +21,9 @@ import torch
 from titan5d.checkpoint.agreement import Agreement
 from titan5d.checkpoint.async_save import Pending, Staging, write_behind
 from titan5d.checkpoint.errors import CheckpointRefused, Damaged, SaveFailed
+from titan5d.checkpoint.export import to_hugging_face
 from titan5d.checkpoint.folder import Lock, check_writable, complete_steps, keep_latest, remove_leftovers
 from titan5d.checkpoint.generators import generator_state, set_generator_state
-from titan5d.checkpoint.export import to_hugging_face
 from titan5d.checkpoint.hugging_face import MAY_LACK, open_hugging_face
 from titan5d.checkpoint.load import fill_model, fill_optimizer, named, newest, open_checkpoint
 from titan5d.checkpoint.manifest import Manifest
@@ -113,7 +113,9 @@ class Checkpoints:
                 log.warning("checkpoint passed over: %s", skipped)
             if found.folder is not None and found.manifest is not None:
                 if given:
-                    log.info("checkpoint.initial_load_path %s is not used: the run folder has checkpoints", given)
+                    log.info(
+                        "checkpoint.initial_load_path %s is not used: the run folder has checkpoints", given
+                    )
                 self.saved_step = found.manifest.step
                 return self._restore(found.folder, found.manifest, weights_only=False)
         if given is None:
@@ -130,7 +132,11 @@ class Checkpoints:
             manifest = open_checkpoint(path, self.agreement)
         except Damaged as error:
             inside = complete_steps(path) if path.is_dir() else []
-            hint = f"; it holds {', '.join(f'step-{step}' for step in inside)}: name one of them" if inside else ""
+            hint = (
+                f"; it holds {', '.join(f'step-{step}' for step in inside)}: name one of them"
+                if inside
+                else ""
+            )
             raise CheckpointRefused([f"checkpoint.initial_load_path: {error}{hint}"]) from None
         return self._restore(path, manifest, weights_only=self.config.initial_load_model_only)
 
@@ -149,8 +155,10 @@ class Checkpoints:
             return Start()
         if manifest.kind == "weights" and manifest.step < self.last_step:
             raise CheckpointRefused(
-                [f"{folder} holds only weights; it can start a run (checkpoint.initial_load_path with"
-                 " initial_load_model_only = true), not continue one"]
+                [
+                    f"{folder} holds only weights; it can start a run (checkpoint.initial_load_path with"
+                    " initial_load_model_only = true), not continue one"
+                ]
             )
         if manifest.kind == "full":
             if "optimizer" not in left_out:
@@ -176,7 +184,9 @@ class Checkpoints:
 
     def _restore_generators(self, manifest: Manifest, source: CheckpointSource) -> None:
         if manifest.layout != self.layout:
-            log.info("saved on %s, continuing on %s: random generators start anew", manifest.layout, self.layout)
+            log.info(
+                "saved on %s, continuing on %s: random generators start anew", manifest.layout, self.layout
+            )
             return
         prefix = f"generators.{self.agreement.rank}."
         keys = [key for key in manifest.tensors if key.startswith(prefix)]
@@ -214,8 +224,9 @@ class Checkpoints:
             self._collect()
             if waited:
                 log.info(
-                    "checkpoint of step %d waited %.1f s for the one before: the disk is slower than checkpoint.interval",
-                    step, time.monotonic() - started,
+                    "the checkpoint of step %d waited %.1f s for the one before: the disk is slower than the interval",
+                    step,
+                    time.monotonic() - started,
                 )
         weights_only = step == self.last_step and self.config.last_save_model_only
         started = time.monotonic()

@@ -14,13 +14,13 @@ def seed_generators(seed: int, rank: int) -> None:
     """Other numbers on every rank, the same at every start of a run."""
     mixed = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
     random.seed(mixed)
-    np.random.seed(mixed)  # noqa: NPY002  the global generator is what third parties use
+    np.random.seed(mixed)
     torch.manual_seed(mixed)
 
 
 def generator_state(device: torch.device) -> dict[str, Tensor]:
     """All of it as tensors, so that nothing has to be unpickled."""
-    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
     state = {
         "torch": torch.get_rng_state(),
@@ -39,7 +39,7 @@ def set_generator_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     *keys, position, has_gauss = state["numpy"].tolist()
     gauss = float(state["numpy_gauss"])
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
     version, *words = state["python"].tolist()
     next_gauss: Any = state["python_gauss"].tolist()
     random.setstate((version, tuple(words), next_gauss[0] if next_gauss else None))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,12 @@ def write_weights(
     for file in sorted(files)[part::parts]:
         by_name = {entry.name: entry for entry in files[file]}
         specs = {name: entry.spec for name, entry in by_name.items()}
-        records[file] = write_tensor_file(folder / file, specs, lambda name, by=by_name: _read(source, by[name]))  # type: ignore[misc]
+        records[file] = write_tensor_file(folder / file, specs, partial(_read, source, by_name))
     return records
 
 
-def _read(source: Source, entry: Entry) -> Tensor:
+def _read(source: Source, by_name: Mapping[str, Entry], name: str) -> Tensor:
+    entry = by_name[name]
     whole = torch.empty(entry.spec.shape, dtype=entry.spec.dtype)
     start = (0,) * whole.dim()
     if entry.place is None:
@@ -116,10 +118,11 @@ def write_description(
         "weight_map": {entry.name: file for entry, file in listed},
     }
     dtype = str(listed[0][0].spec.dtype).removeprefix("torch.")
-    records, ends = {}, {}
+    described = FAMILIES[family].to_hf_config(args)
+    records, ends = dict[str, FileRecord](), dict[str, int]()
     if tokenizer is not None:
         records, ends = write_tokenizer(tokenizer, folder)
-    config = FAMILIES[family].to_hf_config(args) | {"torch_dtype": dtype} | ends
+    config = described | {"torch_dtype": dtype} | ends
     records[INDEX] = write_text(folder / INDEX, json.dumps(index, indent=1))
     records["config.json"] = write_text(folder / "config.json", json.dumps(config, indent=2))
     return records
@@ -183,7 +186,9 @@ def weight_files(folder: Path) -> list[str]:
     files = sorted(path.name for path in folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
         pickled = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
-        why = f" ({', '.join(pickled[:3])}: pickles, which could run anything, are not read)" if pickled else ""
+        why = (
+            f" ({', '.join(pickled[:3])}: pickles, which could run anything, are not read)" if pickled else ""
+        )
         raise CheckpointRefused([f"{folder} holds no safetensors files{why}"])
     return files
 
@@ -199,7 +204,9 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointRefused([f"{folder / 'config.json'} is no JSON object"])
     if "quantization_config" in config:
-        raise CheckpointRefused([f"{folder} holds quantized weights, which are not read; use the unquantized model"])
+        raise CheckpointRefused(
+            [f"{folder} holds quantized weights, which are not read; use the unquantized model"]
+        )
     return config
 
 
@@ -220,7 +227,8 @@ def open_hugging_face(folder: Path, family: str, args: ModelArgs, agreement: Agr
             f"{folder / 'config.json'} has {one.name} = {getattr(theirs, one.name)!r}, this run"
             f" {getattr(args, one.name)!r}"
             for one in fields(ModelArgs)
-            if one.name not in ("balance", "max_seq_len") and getattr(theirs, one.name) != getattr(args, one.name)
+            if one.name not in ("balance", "max_seq_len")
+            and getattr(theirs, one.name) != getattr(args, one.name)
         ]
         if not problems:
             source = HuggingFaceSource(folder, FAMILIES[family].hf_name_map(args))

@@ -16,6 +16,7 @@ from titan5d.checkpoint.source import Source
 from titan5d.checkpoint.state import Block, make_optimizer_state, model_blocks, optimizer_blocks
 from titan5d.models.decoder import Decoder
 
+
 @dataclass
 class Found:
     """The checkpoint to continue from, if there is one, and what was passed over on the way, newest first."""
@@ -142,4 +143,3 @@ def _refuse(where: str, problems: list[str]) -> None:
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointRefused([f"{where} does not fit this model: {'; '.join(problems[:5])}{more}"])
-

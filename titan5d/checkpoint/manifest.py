@@ -118,8 +118,8 @@ def _incomplete(folder: Path) -> str:
         return f"{folder}: no such folder"
     if (folder / ".metadata").exists():
         return (
-            f"{folder} is a torch.distributed.checkpoint folder: its .metadata is a pickle, which could run anything and"
-            " is not read; bring its weights over as Hugging Face safetensors (checkpoint.initial_load_in_hf)"
+            f"{folder} is a torch.distributed.checkpoint folder: its .metadata is a pickle, which could run anything"
+            " and is not read; bring its weights over as Hugging Face safetensors (checkpoint.initial_load_in_hf)"
         )
     return f"{folder} has no {NAME}: it was never completed, or is no checkpoint"
 
@@ -148,7 +148,9 @@ def verify(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> l
     for name in sorted(manifest.files)[part::parts]:
         try:
             if checksum_of(folder / name) != manifest.files[name]:
-                problems.append(f"{folder / name} has changed since it was written (its checksum does not fit)")
+                problems.append(
+                    f"{folder / name} has changed since it was written (its checksum does not fit)"
+                )
         except OSError as error:
             problems.append(f"{error.filename}: {error.strerror}")
     return problems

@@ -69,7 +69,11 @@ def _name(block: Block) -> str:
 
 
 def write_share(
-    partial: Path, rank: int, blocks: Mapping[str, Block], dtype: torch.dtype | None, copies: Mapping[str, Tensor]
+    partial: Path,
+    rank: int,
+    blocks: Mapping[str, Block],
+    dtype: torch.dtype | None,
+    copies: Mapping[str, Tensor],
 ) -> Written:
     """Writes this rank's file; problems are returned, not raised, since the other ranks must hear of them.
 
@@ -92,7 +96,7 @@ def write_share(
         )
     except OSError as error:
         return Written(problems=[f"{error.filename}: {error.strerror} (errno {error.errno})"])
-    tensors = {}
+    tensors = dict[str, StoredTensor]()
     for name, block in blocks.items():
         chunk = Chunk(file, name, block.offset, specs[name].shape)
         tensors[block.key] = _added(tensors.get(block.key), CODES[specs[name].dtype], block.shape, chunk)

@@ -76,7 +76,9 @@ def make_optimizer_state(
             if shape == tuple(parameter.shape):
                 state[field] = torch.zeros_like(parameter, requires_grad=False)
             else:
-                state[field] = torch.zeros(shape, dtype=torch.float32, device=_counter_device(optimizer, parameter))
+                state[field] = torch.zeros(
+                    shape, dtype=torch.float32, device=_counter_device(optimizer, parameter)
+                )
 
 
 def _counter_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:

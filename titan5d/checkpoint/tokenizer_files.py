@@ -32,7 +32,11 @@ def write_tokenizer(path: str, folder: Path) -> tuple[dict[str, FileRecord], dic
                 texts[name] = (file.parent / name).read_text(encoding="utf-8")
         names = _names(texts["tokenizer.json"], ends)
     if "tokenizer_config.json" not in texts:
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **names,
+        }
         texts["tokenizer_config.json"] = json.dumps(config, indent=2)
     return {name: write_text(folder / name, text) for name, text in texts.items()}, ends
 

@@ -200,9 +200,10 @@ def _tensor(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
         for name, length in lengths.items():
             if length % tp:
                 below = length // tp * tp
+                near = f"{below} or {below + tp}" if below else tp
                 problems.append(
                     f"{name} = {length} does not divide over parallelism.tensor_parallel_degree = {tp}, which"
-                    f" sequence_parallel needs; use {below or tp} or {below + tp}, or sequence_parallel = false"
+                    f" sequence_parallel needs; use {near}, or sequence_parallel = false"
                 )
     return problems
 
@@ -408,17 +409,18 @@ def _checkpoint(config: Config) -> list[str]:
     if ckpt.load_step >= 0 and not ckpt.enable:
         problems.append(f"checkpoint.load_step = {ckpt.load_step} needs checkpoint.enable = true")
     if ckpt.create_seed_checkpoint and ckpt.load_only:
-        problems.append("checkpoint.create_seed_checkpoint = true saves, load_only = true does not; keep one of the two")
+        problems.append("checkpoint.create_seed_checkpoint = true saves, load_only = true does not; keep one")
     if ckpt.last_save_in_hf and not ckpt.last_save_model_only:
         problems.append(
-            "checkpoint.last_save_in_hf = true writes weights only, but last_save_model_only = false; set it to true, or"
-            " convert a checkpoint later with `titan5d convert to-hf`"
+            "checkpoint.last_save_in_hf = true writes weights only, but last_save_model_only = false; set it to true,"
+            " or convert a checkpoint later with `titan5d convert to-hf`"
         )
     if ckpt.initial_load_in_hf and ckpt.initial_load_path is None:
         problems.append("checkpoint.initial_load_in_hf = true needs checkpoint.initial_load_path, the folder to load")
     if ckpt.initial_load_in_hf and not ckpt.initial_load_model_only:
         problems.append(
-            "checkpoint.initial_load_in_hf = true brings weights only, but initial_load_model_only = false; set it to true"
+            "checkpoint.initial_load_in_hf = true brings weights only, but initial_load_model_only = false; set it to"
+            " true"
         )
     problems += [
         f"checkpoint.exclude_from_loading has {part!r}; there are {', '.join(LOADED_PARTS)}"

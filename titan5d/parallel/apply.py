@@ -58,6 +58,8 @@ def build_parallel_model(
             model = build_stage(args, names).to(dtype)
         parallelize(model, meshes, data, recompute, compile, tensor, context, store)
         model.to_empty(device="cpu" if data.cpu_offload else device)
+        for router in model.routers().values():  # whole on every rank, so never offloaded
+            router.to(device)
         initialize(model, seed)
         model.init_buffers(device)
         built[stage] = model

@@ -89,7 +89,9 @@ def apply_data_parallel(model: Decoder, mesh: DeviceMesh, plan: DataParallel) ->
         cast_forward_inputs=False,
     )
     routers = _replicate_routers(model, mesh)
-    offload: OffloadPolicy = CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy()
+    offload = OffloadPolicy()
+    if plan.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     wrapped = units(model)
     for index, unit in enumerate(wrapped):
         modules: Any = unit if len(unit) > 1 else unit[0]

@@ -67,8 +67,9 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_nor
     if not grads or max_norm <= 0 or math.isinf(max_norm):
         return
     factor = torch.clamp(max_norm / norm, max=1.0)
-    for dtype in {grad.dtype for grad in grads}:
-        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
+    for device, dtype in {(grad.device, grad.dtype) for grad in grads}:  # two devices under CPU offload
+        alike = [grad for grad in grads if (grad.device, grad.dtype) == (device, dtype)]
+        torch._foreach_mul_(alike, factor.to(device, dtype))
 
 
 def _sharded_over(grad: torch.Tensor) -> tuple[tuple[str, ...], list[dist.ProcessGroup]]:

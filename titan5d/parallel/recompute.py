@@ -50,9 +50,11 @@ def apply_recompute(model: Decoder, config: ActivationCheckpoint, compiled: bool
     if config.mode == "none":
         return
     if config.mode == "memory_budget":
+        import torch._functorch.config as compiler
+
         # read by the compiler when it partitions a block's graph; check.py asks for compile.enable
-        torch._functorch.config.activation_memory_budget = config.memory_budget
-        torch._functorch.config.visualize_memory_budget_pareto = config.visualize_memory_budget_pareto
+        compiler.activation_memory_budget = config.memory_budget
+        compiler.visualize_memory_budget_pareto = config.visualize_memory_budget_pareto
         return
     every = 1
     kept_ops: tuple[Any, ...] = ()

@@ -177,7 +177,12 @@ def _kv_rows(model: Decoder, cut: TensorCut) -> tuple[int, int]:
 
 
 def _check_complete(model: Decoder) -> None:
-    later = {parameter for module in model.modules() if isinstance(module, LATER) for parameter in module.parameters()}
+    later = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, LATER)
+        for parameter in module.parameters()
+    }
     left = [
         name
         for name, parameter in model.named_parameters()

@@ -63,7 +63,9 @@ class TensorParallelProducts(Products):
         """x (B, S/t, in) of the residual stream -> (B, S, this rank's outputs) of each layer."""
         outs = column_products(x, [self._rows(linear.weight) for linear in linears], self.cut)
         biases = [linear.bias for linear in linears]
-        return [out if bias is None else out + self._rows(bias) for out, bias in zip(outs, biases, strict=True)]
+        return [
+            out if bias is None else out + self._rows(bias) for out, bias in zip(outs, biases, strict=True)
+        ]
 
     def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """x (B, S, this rank's inputs) -> (B, S/t, out) of the residual stream."""
@@ -102,7 +104,9 @@ def column_products(x: Tensor, weights: Sequence[Tensor], cut: TensorCut) -> Seq
     """x (B, S/t, D) of the residual stream times this rank's W_i^T, W_i (N_i, D): (B, S, N_i) each."""
     if torch.is_grad_enabled():
         return _ColumnProducts.apply(x, cut, *weights)
-    return column_forward(x, weights, cut, keep=False)  # the compiler loses its way in a Function without gradients
+    return column_forward(
+        x, weights, cut, keep=False
+    )  # the compiler loses its way in a Function without gradients
 
 
 def row_product(x: Tensor, weight: Tensor, cut: TensorCut) -> Tensor:
@@ -234,7 +238,9 @@ def product_sum(
 ) -> Tensor:
     """The sum over ranks of x W^T, x (B, S, N), W (D, N): this rank's S/t tokens of it, or without the cut all."""
     if overlap:
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 1, group_name).contiguous()
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            x, weight.t(), "sum", 1, group_name
+        ).contiguous()
     cut = TensorCut(group_name, degree, rank=-1, sequence_parallel=sequence_parallel)
     return finish_sum(start_sum(F.linear(x, weight), cut))
 
