@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -58,14 +60,22 @@ def build(options: argparse.Namespace, recompute: str, store: WeightGradientStor
     return model
 
 
-def seconds(options: argparse.Namespace, run: object) -> float:
-    if options.device == "cuda":
-        torch.cuda.synchronize()
+def seconds(options: argparse.Namespace, run: Callable[[], None]) -> float:
+    """How long `run` takes; on the CPU in processor seconds, which do not count others' work."""
+    if options.device == "cpu":
+        start = time.process_time()
+        run()
+        return time.process_time() - start
+    torch.cuda.synchronize()
     start = time.perf_counter()
-    run()  # type: ignore[operator]
-    if options.device == "cuda":
-        torch.cuda.synchronize()
+    run()
+    torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def put_off(store: WeightGradientStore, out: torch.Tensor, grad: torch.Tensor) -> None:
+    with store.putting_off(KEY):
+        out.backward(grad)
 
 
 def split(options: argparse.Namespace) -> None:
@@ -85,20 +95,16 @@ def split(options: argparse.Namespace) -> None:
             assert isinstance(out, torch.Tensor)
             return out
 
-        def put_off(out: torch.Tensor, grad: torch.Tensor, store: WeightGradientStore = store) -> None:
-            with store.putting_off(KEY):
-                out.backward(grad)
-
         rows = []
         for _ in range(options.rounds + 2):
             grad = torch.randn_like(x)
             out = forward(plain)
-            whole = seconds(options, lambda out=out, grad=grad: out.backward(grad))
+            whole = seconds(options, partial(out.backward, grad))
             out = forward(deferred)
-            at_once = seconds(options, lambda out=out, grad=grad: out.backward(grad))
+            at_once = seconds(options, partial(out.backward, grad))
             out = forward(deferred)
-            input_half = seconds(options, lambda out=out, grad=grad: put_off(out, grad))
-            weight_half = seconds(options, lambda: store.run(KEY))
+            input_half = seconds(options, partial(put_off, store, out, grad))
+            weight_half = seconds(options, partial(store.run, KEY))
             rows.append((whole, at_once, input_half, weight_half))
         rows = rows[2:]  # compiled, allocated, warm
         whole, at_once, i, w = (statistics.median(column) for column in zip(*rows, strict=True))
@@ -110,8 +116,8 @@ def split(options: argparse.Namespace) -> None:
 
 def schedules(options: argparse.Namespace) -> None:
     print(
-        f"{options.ranks} ranks, {options.microbatches} micro-batches, F = I = W = {options.seconds} s a rank: shortest of"
-        f" {options.rounds} steps"
+        f"{options.ranks} ranks, {options.microbatches} micro-batches, F = I = W = {options.seconds} s a rank: shortest"
+        f" of {options.rounds} steps"
     )
     print("schedule                  real s   simulated s   real / simulated   held by rank")
     sizes = (options.ranks, options.microbatches, options.seconds, options.rounds)

@@ -51,7 +51,9 @@ def make(folder: Path, step: int = 1) -> Manifest:
 def test_the_safetensors_package_reads_what_is_written(tmp_path: Path, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes: list[tuple[int, ...]] = [(5, 3), (), (0,), (7,)]
-    tensors = {f"t{n}": torch.randint(2, shape, generator=generator).to(dtype) for n, shape in enumerate(shapes)}
+    tensors = {
+        f"t{n}": torch.randint(2, shape, generator=generator).to(dtype) for n, shape in enumerate(shapes)
+    }
     tensors["turned"] = torch.randint(2, (4, 6), generator=generator).to(dtype).T
     tensors["odd"] = torch.tensor([1, 2, 3], dtype=torch.uint8)
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}

@@ -15,11 +15,16 @@ import torch
 
 from tests.checkpoint.runs import assert_same_tensors, metrics, run, tensors, words
 from titan5d.checkpoint import async_save, save
-from titan5d.checkpoint.folder import complete_steps
+from titan5d.checkpoint.folder import Lock, complete_steps
 from titan5d.launch.local_ranks import run_ranks
 from titan5d.launch.run import train
 
-SMALL: dict[str, Any] = {"model__n_layers": 2, "model__dim": 32, "training__seq_len": 32, "checkpoint__interval": 1}
+SMALL: dict[str, Any] = {
+    "model__n_layers": 2,
+    "model__dim": 32,
+    "training__seq_len": 32,
+    "checkpoint__interval": 1,
+}
 ASYNC = {"checkpoint__async_mode": "async"}
 
 
@@ -72,7 +77,13 @@ def test_without_a_copy_an_async_checkpoint_would_be_wrong(
     live = lambda self, blocks: {name: block.local for name, block in blocks.items()}  # noqa: E731
     monkeypatch.setattr(async_save.Staging, "copy", live)
     slow_writer(monkeypatch, 0.4)
-    flags = {**SMALL, "optimizer__name": "SGD", "optimizer__lr": 1.0, "training__steps": 3, "checkpoint__interval": 2}
+    flags = {
+        **SMALL,
+        "optimizer__name": "SGD",
+        "optimizer__lr": 1.0,
+        "training__steps": 3,
+        "checkpoint__interval": 2,
+    }
     assert run(tmp_path, "waits", **flags) == [0]
     assert run(tmp_path, "async", **flags, **ASYNC) == [0]
     one, two = (tensors(tmp_path, name, 2)["model.norm.weight"] for name in ("waits", "async"))
@@ -139,7 +150,9 @@ def test_where_a_run_starts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert complete_steps(folder) == [4, 2]
 
 
-def test_the_last_save_is_weights_in_the_export_type(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_last_save_is_weights_in_the_export_type(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     flags = {
         **SMALL,
         "checkpoint__interval": 2,
@@ -174,17 +187,29 @@ def test_a_seed_checkpoint_starts_any_layout(tmp_path: Path) -> None:
 
 def test_parts_can_be_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "a", **SMALL, training__steps=2) == [0]
-    other = {**SMALL, "training__steps": 3, "optimizer__name": "SGD"}
-    assert run(tmp_path, "a", **other) == [2]
-    assert "optimizer.name = 'AdamW'" in capfd.readouterr().err
-    assert run(tmp_path, "a", **other, training__seed=3) == [2]
+    capfd.readouterr()
+    for change, said in (
+        ({"optimizer__name": "SGD"}, "optimizer.name = 'AdamW'"),
+        ({"training__global_batch_size": 4}, "global_batch_size was 8, is 4"),
+        ({"model__dim": 64}, "model.tok_embeddings.weight has shape (259, 32) there and (259, 64) here"),
+    ):
+        assert run(tmp_path, "a", **{**SMALL, "training__steps": 3, **change}) == [2]
+        assert said in capfd.readouterr().err
+    change = {"optimizer__name": "SGD", "training__seed": 3, "training__steps": 3}
     left_out = {"checkpoint__exclude_from_loading": '["optimizer", "dataloader"]'}
-    assert run(tmp_path, "a", **other, training__seed=3, **left_out) == [0]
+    assert run(tmp_path, "a", **SMALL, **change, **left_out) == [0]
     assert "without optimizer, dataloader" in capfd.readouterr().err
-    assert run(tmp_path, "a", **SMALL, training__global_batch_size=4) == [2]
-    assert "global_batch_size was 8, is 4" in capfd.readouterr().err
-    assert run(tmp_path, "a", **{**SMALL, "model__dim": 64}, training__steps=3) == [2]
-    assert "model.tok_embeddings.weight has shape (259, 32) there and (259, 64) here" in capfd.readouterr().err
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path, "a")
+    folder.mkdir(parents=True)
+    lock = Lock(folder)
+    assert run(tmp_path, "a", 2, **SMALL) == [2, 2]
+    said = capfd.readouterr().err
+    assert said.count("refused:") == 1 and f"process {os.getpid()} on" in said
+    assert not (tmp_path / "a" / "config.toml").exists()  # the other run's files are untouched
+    lock.release()
 
 
 def limited(words: list[str], rank_with_limit: int, limit: int) -> int:
@@ -214,44 +239,36 @@ def test_a_rank_that_cannot_write_stops_all(
     assert run(tmp_path, "a", 2, **flags, training__steps=3) == [0, 0]
 
 
-def read_only_after(words: list[str], folder: Path, step: int) -> int:
-    """Trains as another user than root, if this is root; the folder becomes read-only when a step is complete."""
-    if os.geteuid() == 0:
-        os.setegid(65534)
-        os.seteuid(65534)
-    if step == 0:
-        return train(words)
+def loses_folder(words: list[str], folder: Path, step: int) -> int:
+    """Trains; when this step is complete, the folder moves away and a file takes its name."""
     finish = save.complete
 
-    def then_close(partial: Path, done: int) -> Path:
+    def then_move(partial: Path, done: int) -> Path:
         target = finish(partial, done)
         if done == step:
-            folder.chmod(0o555)
+            folder.rename(folder.with_name("moved"))
+            folder.write_text("")
         return target
 
-    save.complete = then_close  # type: ignore[assignment]
+    save.complete = then_move
     return train(words)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Case 054 (a), (b): refused before the first step; or found when it comes."""
+    """Case 054 (a), (b), in a way that stops the superuser too: refused before the first step; or when it comes."""
     folder = folder_of(tmp_path, "a")
-    folder.mkdir(parents=True)
-    argv = words(tmp_path, "a", **SMALL, training__cache_folder=tmp_path / "cache")
-    for path in (tmp_path, *tmp_path.rglob("*")):
-        path.chmod(0o777)
-    for path in list(tmp_path.parents)[:2]:
-        path.chmod(0o755)
-    folder.chmod(0o555)
-    assert run_ranks(read_only_after, 2, argv, folder, 0, timeout=60) == [2, 2]
+    folder.parent.mkdir()
+    folder.write_text("a file, no folder")
+    assert run(tmp_path, "a", 2, **SMALL) == [2, 2]
     said = capfd.readouterr().err
-    assert said.count("refused:") == 1 and str(folder) in said and "Permission denied" in said
+    assert said.count("refused:") == 1 and str(folder) in said and f"errno {errno.EEXIST}" in said
     assert not (tmp_path / "a" / "metrics.jsonl").exists()
-    folder.chmod(0o777)
-    assert run_ranks(read_only_after, 2, argv, folder, 3, timeout=60) == [1, 1]
+    folder.unlink()
+    argv = words(tmp_path, "a", **SMALL)
+    assert run_ranks(loses_folder, 2, argv, folder, 3, timeout=60) == [1, 1]
     said = capfd.readouterr().err
-    assert "step 4 could not be saved" in said and "Permission denied" in said
-    assert complete_steps(folder) == [3, 2, 1]
+    assert "step 4 could not be saved" in said and f"errno {errno.ENOTDIR}" in said and str(folder) in said
+    assert complete_steps(folder.with_name("moved")) == [3, 2, 1]
 
 
 def test_what_the_keys_cannot_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -269,5 +286,7 @@ def test_what_the_keys_cannot_be(tmp_path: Path, capfd: pytest.CaptureFixture[st
     said = capfd.readouterr().err
     for key in flags:
         assert key.replace("__", ".").removeprefix("checkpoint.") in said, key
-    assert run(tmp_path, "a", 1, checkpoint__enable="false", checkpoint__load_only="true", checkpoint__load_step=3) == [2]
+    assert run(
+        tmp_path, "a", 1, checkpoint__enable="false", checkpoint__load_only="true", checkpoint__load_step=3
+    ) == [2]
     assert capfd.readouterr().err.count("checkpoint.enable = true") == 2

@@ -66,7 +66,7 @@ def predicted(case: Case) -> StateBytes:
         case.stage,
         case.topology.dp_shard,
         compute_bytes=case.dtype.itemsize,
-        accumulates=case.accumulation > 1,
+        whole_gradients=case.stage <= 1 and case.accumulation > 1,
         working_copy=case.topology.world_size > 1,
     )
 

@@ -38,6 +38,12 @@ def test_gradients(case: Case) -> None:
 
 
 @pytest.mark.slow
+def test_gradients_by_inductor() -> None:
+    case = Case(Topology(dp_shard=2, tp=2), args=ONE_LAYER, accumulation=2, compile=True, backend="inductor")
+    assert_parity(case, timeout=110)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_gradients_with_more_ranks_than_kv_heads(recompute: str) -> None:
     assert_parity(Case(Topology(tp=4), args=FEW_HEADS, recompute=recompute, compile=True), timeout=110)

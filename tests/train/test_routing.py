@@ -1,4 +1,4 @@
-"""Models with experts through the whole training step: every layout has the losses, gradients, biases of one process."""
+"""Models with experts through the whole training step: each layout has the losses, gradients, biases of one process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.models.test_moe import TINY_M
 from tests.parity import UNEQUAL, Case, assert_parity, layout, reference
+from titan5d.config.schema_execution import ActivationCheckpoint, Compile
+from titan5d.launch.local_ranks import run_ranks
+from titan5d.models import deepseek_v3
 from titan5d.models.args import Balance, ModelArgs
+from titan5d.models.router import Router
+from titan5d.parallel.apply import build_parallel_model
+from titan5d.parallel.data import DataParallel
+from titan5d.parallel.mesh import Meshes
 from titan5d.topology import Topology
 
 BALANCED = Balance(aux_loss_coefficient=0.05, z_loss_coefficient=0.01, bias_update_rate=0.001)
@@ -22,19 +30,36 @@ def case(topology: Topology | None = None, args: ModelArgs = ARGS, **more: Any) 
     return Case(topology or Topology(), args=args, steps=2, lr=0.1, **more)
 
 
-@pytest.mark.parametrize("kind", ["sequence", "global_batch"])
-@pytest.mark.parametrize(("ranks", "accumulation", "stage"), [(1, 4, 0), (2, 1, 3), (2, 4, 1), (4, 2, 2), (2, 2, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "stage", "kind"),
+    [
+        (1, 4, 0, "sequence"),
+        (2, 1, 3, "sequence"),
+        (2, 4, 1, "global_batch"),
+        (4, 2, 2, "global_batch"),
+        (2, 2, 0, "sequence"),
+    ],
+)
 def test_data_parallel_and_accumulation(ranks: int, accumulation: int, stage: int, kind: Any) -> None:
     """Cases 065 and 069 in part: biases and loads are among what is compared."""
     args = replace(ARGS, balance=replace(BALANCED, aux_loss_kind=kind))
     assert_parity(case(Topology(dp_shard=ranks), args, accumulation=accumulation, stage=stage))
 
 
+def test_latent_attention_sigmoid_scores_and_groups() -> None:
+    args = deepseek_v3.FLAVORS["debug"].with_overrides(
+        dim=64, n_layers=3, n_heads=4, ffn_dim=96, vocab_size=256, moe_ffn_dim=32, kv_lora_rank=32, q_lora_rank=40
+    )
+    assert_parity(case(Topology(dp_shard=2), replace(args, balance=BALANCED), accumulation=2))
+
+
 def test_hsdp() -> None:
     assert_parity(case(Topology(dp_replicate=2, dp_shard=2), stage=3))
 
 
-@pytest.mark.parametrize("more", [{"recompute": "full"}, {"recompute": "selective"}, {"compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"recompute": "full"}, {"recompute": "selective"}, {"compile": True}], ids=str
+)
 def test_recompute_and_compile(more: dict[str, Any]) -> None:
     assert_parity(case(Topology(dp_shard=2), accumulation=2, **more))
 
@@ -48,13 +73,15 @@ def test_micro_batch_statistics_are_those_of_equal_micro_batches() -> None:
     """Four ranks without accumulation are one rank with four micro-batches."""
     args = replace(ARGS, balance=replace(BALANCED, aux_loss_kind="micro_batch"))
     ranks, alone = (
-        layout(case(Topology(dp_shard=dp), args, accumulation=accumulation))[0] for dp, accumulation in ((4, 1), (1, 4))
+        layout(case(Topology(dp_shard=dp), args, accumulation=accumulation))[0]
+        for dp, accumulation in ((4, 1), (1, 4))
     )
     whole = reference(case(Topology(), args))
-    assert ranks.norms == pytest.approx(alone.norms, rel=1e-5)
-    assert abs(ranks.norms[0] - whole.norms[0]) > 1e-4 * whole.norms[0]
     for name, expected in alone.gradients.items():
-        assert (ranks.gradients[name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+        scale = expected.abs().max()
+        assert (ranks.gradients[name] - expected).abs().max() <= 1e-5 * scale, name
+        if name.endswith("router.weight"):
+            assert (whole.gradients[name] - expected).abs().max() > 1e-2 * scale
 
 
 def test_the_losses_count() -> None:
@@ -76,13 +103,39 @@ def test_biases_move_once_a_step_and_loads_are_whole_counts() -> None:
         assert (steps.round() - steps).abs().max() < 1e-3 and steps.abs().max() == pytest.approx(2)
 
 
-def test_bf16_compute_keeps_router_weights_in_fp32() -> None:
-    """Case 070 under FSDP: a weight gathered in bf16 would lose the last bits, and the choice with them."""
-    for stage in (0, 3):
-        outcome = layout(case(Topology(dp_shard=2), stage=stage, dtype=torch.bfloat16))[0]
-        exact = reference(case())
-        assert outcome.losses[0] == pytest.approx(exact.losses[0], rel=2e-3)
-        name = "layers.0.feed_forward.router.weight"
-        assert outcome.gradients[name].dtype == torch.float32
-        error = (outcome.gradients[name] - exact.gradients[name]).abs().max()
-        assert error <= 0.2 * exact.gradients[name].abs().max()
+def chosen_by_close_rows(stage: int) -> list[tuple[torch.dtype, torch.Tensor, torch.Tensor]]:
+    """A model computing in bf16 whose router rows are (1 + e/1000) u: of each layer the type of the weights, the
+    experts chosen and the sign of each token's product with u."""
+    meshes = Meshes(Topology(dp_shard=2), "cpu")
+    data = DataParallel(stage, param_dtype=torch.bfloat16)
+    off = ActivationCheckpoint(), Compile()
+    cpu = torch.device("cpu")
+    model = build_parallel_model(ARGS, meshes, data, *off, torch.float32, seed=0, device=cpu)
+    u = torch.randn(64, generator=torch.Generator().manual_seed(2))
+    found: list[tuple[torch.dtype, torch.Tensor, torch.Tensor]] = []
+
+    def look(
+        router: Router, inputs: tuple[torch.Tensor, None], out: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        assert inputs[0].dtype == torch.bfloat16
+        found.append((out[1].dtype, out[0], inputs[0].float() @ u > 0))
+
+    for router in model.routers().values():
+        weight = router.weight
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        local.data.copy_((1 + 0.001 * torch.arange(8)[:, None]) * u)
+        router.register_forward_hook(look)
+    with torch.no_grad():
+        model(torch.arange(64)[None])
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bf16_compute_keeps_router_weights_in_fp32(stage: int) -> None:
+    """Case 070 under data parallelism: rows gathered in bf16 would be equal, and the choice no longer theirs."""
+    for layers in run_ranks(chosen_by_close_rows, 2, stage):
+        assert len(layers) == 2
+        for dtype, experts, positive in layers:
+            assert dtype == torch.float32
+            expected = torch.where(positive[..., None], torch.tensor([7, 6]), torch.tensor([0, 1]))
+            assert (experts == expected).all()

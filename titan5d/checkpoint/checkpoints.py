@@ -31,6 +31,7 @@ from titan5d.checkpoint.save import begin, blocks_to_write, finish, share_out, w
 from titan5d.checkpoint.source import CheckpointSource, read_whole
 from titan5d.checkpoint.state import Block, model_blocks, optimizer_blocks
 from titan5d.config.schema import Checkpoint, Config
+from titan5d.data.errors import DataError
 from titan5d.data.loader import DataLoader
 from titan5d.models.decoder import Decoder
 
@@ -141,30 +142,31 @@ class Checkpoints:
         return self._restore(path, manifest, weights_only=self.config.initial_load_model_only)
 
     def _restore(self, folder: Path, manifest: Manifest, weights_only: bool) -> Start:
-        if manifest.kind == "hugging_face":
-            source = open_hugging_face(folder, self.family, self.model.args, self.agreement)
-            fill_model(self.model, source, str(folder), self.agreement, MAY_LACK)
-            log.info("weights: from %s, step %d (Hugging Face's format)", folder, manifest.step)
-            return Start() if weights_only else Start(manifest.step, manifest.run)
-        ours = CheckpointSource(folder, manifest)
         left_out = self.config.exclude_from_loading
-        if "model" not in left_out:
-            fill_model(self.model, ours, str(folder), self.agreement)
-        if weights_only:
-            log.info("weights: from %s (step %d), the weights alone", folder, manifest.step)
-            return Start()
-        if manifest.kind == "weights" and manifest.step < self.last_step:
+        if manifest.kind != "full" and not weights_only and manifest.step < self.last_step:
             raise CheckpointRefused(
                 [
                     f"{folder} holds only weights; it can start a run (checkpoint.initial_load_path with"
                     " initial_load_model_only = true), not continue one"
                 ]
             )
+        ours = CheckpointSource(folder, manifest)
+        if manifest.kind == "hugging_face":
+            source = open_hugging_face(folder, self.family, self.model.args, self.agreement)
+            fill_model(self.model, source, str(folder), self.agreement, MAY_LACK)
+        elif "model" not in left_out:
+            fill_model(self.model, ours, str(folder), self.agreement)
+        if weights_only:
+            log.info("weights: from %s (step %d), the weights alone", folder, manifest.step)
+            return Start()
         if manifest.kind == "full":
             if "optimizer" not in left_out:
                 self._restore_optimizer(folder, manifest, ours)
             if "dataloader" not in left_out:
-                self.loader.resume(manifest.data)
+                try:
+                    self.loader.resume(manifest.data)
+                except DataError as error:  # every rank has the same data
+                    raise CheckpointRefused([str(error)]) from None
             if "generators" not in left_out:
                 self._restore_generators(manifest, ours)
         text = f", without {', '.join(left_out)}" if left_out else ""

@@ -25,6 +25,7 @@ from titan5d.checkpoint.hugging_face import (
 )
 from titan5d.checkpoint.manifest import Chunk, Manifest, StoredTensor, read_manifest, verify, write_manifest
 from titan5d.checkpoint.source import CheckpointSource
+from titan5d.checkpoint.state import KEEP_TYPE
 from titan5d.checkpoint.tensor_file import CODES, FileRecord, Spec, flush_folder, write_tensor_file
 from titan5d.models.args import ModelArgs
 from titan5d.models.families import FAMILIES
@@ -75,7 +76,7 @@ def from_hugging_face(
     wanted = None if dtype is None else getattr(torch, dtype)
     stored = {}
     for key, spec in source.specs().items():
-        kept = wanted is None or not spec.dtype.is_floating_point or key.endswith(".router.bias")
+        kept = wanted is None or not spec.dtype.is_floating_point or key.endswith(KEEP_TYPE)
         stored[key] = spec if kept or wanted is None else Spec(wanted, spec.shape)
     partial = _begin(out)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from titan5d.checkpoint.agreement import Agreement
 from titan5d.checkpoint.errors import CheckpointRefused, Damaged
 from titan5d.checkpoint.source import Source, TensorFiles, read_whole
+from titan5d.checkpoint.state import KEEP_TYPE
 from titan5d.checkpoint.tensor_file import FileRecord, Spec, write_tensor_file, write_text
 from titan5d.checkpoint.tokenizer_files import write_tokenizer
 from titan5d.models.args import ModelArgs
@@ -62,7 +64,7 @@ def entries(source: Source, names: Names, dtype: torch.dtype | None) -> list[Ent
     found = []
     for ours, theirs in names.items():
         spec = specs[f"model.{ours}"]
-        kept = dtype is None or not spec.dtype.is_floating_point or ours.endswith(".router.bias")
+        kept = dtype is None or not spec.dtype.is_floating_point or ours.endswith(KEEP_TYPE)
         stored = spec.dtype if kept or dtype is None else dtype
         if isinstance(theirs, str):
             found.append(Entry(theirs, f"model.{ours}", None, Spec(stored, spec.shape)))
@@ -218,6 +220,15 @@ def args_of(folder: Path, family: str) -> ModelArgs:
         raise CheckpointRefused([f"{folder}: {line}" for line in str(error).splitlines()]) from None
 
 
+def _same(theirs: Any, ours: Any) -> bool:
+    """Equal, numbers up to the digits that a config.json has."""
+    if is_dataclass(theirs) and type(theirs) is type(ours):
+        return all(_same(getattr(theirs, one.name), getattr(ours, one.name)) for one in fields(theirs))
+    if isinstance(theirs, float) and isinstance(ours, float):
+        return isclose(theirs, ours, rel_tol=1e-9)
+    return bool(theirs == ours)
+
+
 def open_hugging_face(folder: Path, family: str, args: ModelArgs, agreement: Agreement) -> HuggingFaceSource:
     """The weights of a folder for a run's model. Collective. Raises CheckpointRefused on all ranks."""
     problems, source = list[str](), None
@@ -228,7 +239,7 @@ def open_hugging_face(folder: Path, family: str, args: ModelArgs, agreement: Agr
             f" {getattr(args, one.name)!r}"
             for one in fields(ModelArgs)
             if one.name not in ("balance", "max_seq_len")
-            and getattr(theirs, one.name) != getattr(args, one.name)
+            and not _same(getattr(theirs, one.name), getattr(args, one.name))
         ]
         if not problems:
             source = HuggingFaceSource(folder, FAMILIES[family].hf_name_map(args))

@@ -23,7 +23,7 @@ from titan5d.checkpoint.agreement import Agreement
 from titan5d.checkpoint.errors import SaveFailed
 from titan5d.checkpoint.folder import complete, partial_name
 from titan5d.checkpoint.manifest import Chunk, Manifest, StoredTensor, write_manifest
-from titan5d.checkpoint.state import Block
+from titan5d.checkpoint.state import KEEP_TYPE, Block
 from titan5d.checkpoint.tensor_file import CODES, FileRecord, Spec, write_tensor_file
 
 Home = tuple[str, tuple[int, ...]]
@@ -86,7 +86,8 @@ def write_share(
         return Written()
 
     def stored_dtype(block: Block) -> torch.dtype:
-        weights = block.key.startswith("model.") and block.local.is_floating_point()
+        weights = block.key.startswith("model.") and not block.key.endswith(KEEP_TYPE)
+        weights = weights and block.local.is_floating_point()
         return dtype if dtype is not None and weights else block.local.dtype
 
     specs = {name: Spec(stored_dtype(block), tuple(block.local.shape)) for name, block in blocks.items()}

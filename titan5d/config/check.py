@@ -68,7 +68,7 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
         problems += _zero(config, topology)
         problems += _context(config, args, topology)
         problems += _tensor(config, args, topology)
-        problems += _experts(args, topology)
+        problems += _experts(config, args, topology)
         problems += _pipeline(config, args, topology)
     if problems:
         raise ConfigError(problems)
@@ -123,9 +123,10 @@ def _batch(config: Config, topology: Topology) -> list[str]:
     step = training.local_batch_size * dp
     if training.global_batch_size != -1 and step > 0 and training.global_batch_size % step:
         below = training.global_batch_size // step * step
+        near = f"{below} or {below + step}" if below else step
         problems.append(
             f"training.global_batch_size = {training.global_batch_size} is not a multiple of local_batch_size"
-            f" {training.local_batch_size} x {dp} data-parallel ranks = {step}; use {below or step} or {below + step}"
+            f" {training.local_batch_size} x {dp} data-parallel ranks = {step}; use {near}"
         )
     if config.validation.enable and config.validation.seq_len > config.training.seq_len:
         problems.append(
@@ -161,9 +162,15 @@ def _zero(config: Config, topology: Topology) -> list[str]:
         if zero_stage(config, topology) != 3:
             problems.append(
                 f"parallelism.zero_reshard_degree = {degree} belongs to zero_stage 3 (parameters freed after forward),"
-                f" this run has stage {zero_stage(config, topology)}"
+                f" this run has stage {zero_stage(config, topology)}; set zero_stage = 3, or leave the degree out"
             )
-        if degree < 2 or shards % degree or degree >= shards:
+        if topology.world_size != shards:
+            problems.append(
+                f"parallelism.zero_reshard_degree = {degree} regroups parameters that all ranks share, and of"
+                f" {topology} only {shards} of {topology.world_size} ranks do; leave it out, or set the replicate,"
+                " tensor and pipeline degrees to 1"
+            )
+        elif degree < 2 or shards % degree or degree >= shards:
             fitting = [n for n in range(2, shards) if shards % n == 0]
             hint = f"use one of {', '.join(map(str, fitting))}" if fitting else "leave it out"
             problems.append(
@@ -184,10 +191,10 @@ def _tensor(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
         )
     if tp == 1:
         return problems
-    if args.n_experts:
+    if args.n_experts and not par.sequence_parallel:
         problems.append(
-            f"parallelism.tensor_parallel_degree = {tp}: models with experts are not cut this way in this version;"
-            " only 1"
+            f"parallelism.sequence_parallel = false with tensor_parallel_degree = {tp}: all {tp} ranks would hold the same"
+            " tokens and route them to the same experts, once each; a model with experts needs sequence_parallel = true"
         )
     if misfits := _tensor_misfits(args, tp):
         fitting = [str(n) for n in range(1, args.n_heads + 1) if not _tensor_misfits(args, n)]
@@ -307,9 +314,9 @@ def _context(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
             below = length // multiple * multiple
             what = f"context_parallel_degree = {cp} ({chunks} chunks)"
             what += f" and tensor_parallel_degree = {tp} with sequence_parallel" if multiple > chunks else ""
+            near = f"{below} or {below + multiple}" if below else multiple
             problems.append(
-                f"{name} = {length} does not divide over {what}; use a multiple of {multiple}, such as"
-                f" {below or multiple} or {below + multiple}"
+                f"{name} = {length} does not divide over {what}; use a multiple of {multiple}, such as {near}"
             )
     if context_method(config) == "ulysses" and args.n_heads // tp % cp:
         problems.append(
@@ -341,15 +348,32 @@ def _pipeline(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
     return []
 
 
-def _experts(args: ModelArgs, topology: Topology) -> list[str]:
-    if not args.n_experts:
+def _experts(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
+    key, ep = "parallelism.expert_parallel_degree", topology.ep
+    if ep < 1:
+        return [f"{key} = {ep}: a degree is 1 or more"]
+    if ep == 1:
         return []
-    degrees = {"context_parallel_degree": topology.cp, "pipeline_parallel_degree": topology.pp}
-    return [
-        f"parallelism.{key} = {degree}: models with experts are not cut this way in this version; only 1"
-        for key, degree in degrees.items()
-        if degree > 1
-    ]
+    if not args.n_experts:
+        return [
+            f"{key} = {ep} shares experts, but model.flavor = {config.model.flavor!r} of {config.model.name} has none"
+            " (model.n_experts = 0); set 1"
+        ]
+    ranks, problems = topology.dp_shard * topology.cp * topology.tp, []
+    fitting = [n for n in range(1, ranks + 1) if ranks % n == 0 and args.n_experts % n == 0]
+    use = f"degrees that fit both: {', '.join(map(str, fitting))}"
+    if ranks % ep:
+        problems.append(
+            f"{key} = {ep} does not divide the {ranks} ranks that share the rest of the model,"
+            f" data_parallel_shard_degree {topology.dp_shard} x context_parallel_degree {topology.cp} x"
+            f" tensor_parallel_degree {topology.tp} (replicas and pipeline stages have all experts each); {use}"
+        )
+    if args.n_experts % ep:
+        problems.append(
+            f"{key} = {ep} does not divide model.n_experts = {args.n_experts}, and each rank holds whole experts, all the"
+            f" same number; {use}. The weights of one expert are shared by the other ranks, as zero_stage says"
+        )
+    return problems
 
 
 def _positive(config: Config) -> list[str]:

@@ -48,7 +48,7 @@ class Parallelism(Section):
     asks for."""
     zero_reshard_degree: int | None = None
     """zero_stage 3: after forward keep parameters sharded over this many neighbouring ranks only, instead of all:
-    the backward gather then stays inside a node (ZeRO++ hpZ). Divides data_parallel_shard_degree."""
+    the backward gather then stays inside a node (ZeRO++ hpZ). Divides the sharding ranks, which must be all ranks."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """TorchTitan's spelling: always = zero_stage 3, never = zero_stage 2."""
     tensor_parallel_degree: int = 1
@@ -96,11 +96,12 @@ class Parallelism(Section):
     context_parallel_rotate_method: Literal["allgather", "alltoall"] | None = None
     """TorchTitan's spelling of context_parallel_method: allgather, or alltoall for ring."""
     expert_parallel_degree: int = 1
-    """Ranks that share the experts."""
+    """Ranks that share the experts. They are no ranks of their own: divides data_parallel_shard_degree x
+    context_parallel_degree x tensor_parallel_degree, and the number of experts (docs/expert_parallel.md)."""
     expert_tensor_parallel_degree: int = 1
-    """Ranks that share one expert's products."""
+    """Ranks that share one expert's products: only 1."""
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
-    """How tokens reach their experts."""
+    """How tokens reach their experts: standard = all-to-all."""
 
 
 @dataclass

@@ -46,10 +46,15 @@ def unavailable(config: Config) -> list[str]:
             training.dataloader.persistent_workers or config.validation.dataloader.persistent_workers,
             "dataloader.persistent_workers: belongs to num_workers; only false",
         ),
-        (par.expert_parallel_degree > 1, _cut("expert_parallel_degree", par.expert_parallel_degree)),
         (
-            par.expert_tensor_parallel_degree > 1,
-            _cut("expert_tensor_parallel_degree", par.expert_tensor_parallel_degree),
+            par.expert_tensor_parallel_degree != 1,
+            f"parallelism.expert_tensor_parallel_degree = {par.expert_tensor_parallel_degree}: an expert's products stay"
+            " whole, since slices of narrow matrices are slow; only 1. To have fewer experts on a rank, set"
+            " expert_parallel_degree",
+        ),
+        (
+            par.expert_parallel_comm_backend == "deepep",
+            "parallelism.expert_parallel_comm_backend = 'deepep': its kernels are not used; only 'standard' (all-to-all)",
         ),
         (
             bool(config.model.converters),
@@ -65,7 +70,3 @@ def unavailable(config: Config) -> list[str]:
         ),
     ]
     return [sentence for wanted, sentence in asked if wanted]
-
-
-def _cut(key: str, degree: int) -> str:
-    return f"parallelism.{key} = {degree}: this cut is not in this version; only 1"

@@ -61,14 +61,15 @@ def train(argv: Sequence[str]) -> int:
         return exit_status.record(exit_status.REFUSED)
     device = join(config, rank, world)
     try:
-        if rank == 0:
-            save_config(config)
         layout = settle_zero_stage(config, args, layout, device, local_world)
-        status = Trainer(config, args, layout, loader, held_out, device).run()
-    except (CheckpointRefused, DataError) as refused:  # agreed: every rank is here
-        log.info("%s", refused if isinstance(refused, CheckpointRefused) else f"refused: {refused}")
+        trainer = Trainer(config, args, layout, loader, held_out, device)
+        if rank == 0:  # only now is the folder known to be this run's
+            save_config(config)
+        status = trainer.run()
+    except CheckpointRefused as refused:  # on all ranks alike
+        log.info("%s", refused)
         status = exit_status.REFUSED
-    except SaveFailed as failed:  # agreed as well
+    except SaveFailed as failed:  # on all ranks alike
         log.info("failed: %s", failed)
         status = exit_status.FAILED
     except Exception:

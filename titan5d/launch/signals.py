@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM, SIGINT or SIGUSR1 end the run after the current step, a second one ends it at once.
+"""Being asked to stop: SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run after the current step, a second one at once.
 
     signal to any rank -> a flag on that rank -> agreed by all ranks at the end of the step -> saved, exit status 3
 
@@ -17,7 +17,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME = 1.0
 """Seconds in which several signals count as one: a launcher passes on what its ranks got directly as well."""
 

@@ -9,6 +9,7 @@ Two places for the router's weight, equal in value:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ class Experts(nn.Module):
     """(N, dim) -> (N, dim), rows sorted by expert; no biases.
 
     Parameters: w1 (gate) and w3 (values) (n_experts, ffn_dim, dim), w2 (back) (n_experts, dim, ffn_dim).
+
+    Attributes:
+        local_weight: a parameter -> the experts of it that are on this device; here all of them.
     """
 
     def __init__(self, n_experts: int, dim: int, ffn_dim: int) -> None:
@@ -33,19 +37,25 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
         for weight in (self.w1, self.w2, self.w3):
             nn.init.normal_(weight, std=0.02)
+        self.local_weight: Callable[[Tensor], Tensor] = _whole
 
     def forward(self, rows: Tensor, ends: Tensor, has_tail: bool, weights: Tensor | None = None) -> Tensor:
         """
         Args:
             rows: (N, dim), those of expert 0 first.
-            ends: (n_experts,) int32: where the rows of each expert end; equal to the one before for an expert without.
+            ends: (experts here,) int32: where the rows of each end; equal to the one before for an expert without.
             has_tail: whether rows may follow that belong to no expert; they come out as zeros.
             weights: (N,) fp32 to weigh the hidden vectors by; None = not here.
         """
-        gate = grouped_mm(rows, self.w1, ends, has_tail)  # (N, ffn_dim)
-        up = grouped_mm(rows, self.w3, ends, has_tail)  # (N, ffn_dim)
+        w1, w2, w3 = (self.local_weight(weight) for weight in (self.w1, self.w2, self.w3))
+        gate = grouped_mm(rows, w1, ends, has_tail)  # (N, ffn_dim)
+        up = grouped_mm(rows, w3, ends, has_tail)  # (N, ffn_dim)
         hidden = swiglu(gate, up) if weights is None else _WeightedSwiGLU.apply(gate, up, weights)
-        return grouped_mm(hidden, self.w2, ends, has_tail)
+        return grouped_mm(hidden, w2, ends, has_tail)
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return weight
 
 
 class _WeightedSwiGLU(torch.autograd.Function):

@@ -3,11 +3,11 @@
     x (B, S, D)
     |-> router ----> experts (T, k), weights (T, k)           which experts, how much of each
     |-> permute ---> rows (T k, D), sorted by expert          a copy of the token for each choice
-    |      send                                               to where the experts live: here
+    |      send, arrive                                       to where the experts live: here
     |   experts ---> rows (T k, D)                            each expert on its own rows
-    |      receive
+    |      give back
     |   combine ---> (T, D)                                   weighted sum of a token's rows
-    |-> shared experts ---> (T, D)                            every token; may run while rows are under way
+    |-> shared experts ---> (T, D)                            every token; computed while rows are under way
     +-> sum
 
 The number of rows is always T k: choices that go nowhere (padding, over capacity) stand last, belong to no expert and
@@ -16,7 +16,7 @@ come back as zeros. So no shape depends on how tokens are routed.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -41,13 +41,17 @@ class Rows(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Brings rows to the devices of their experts and back. One forward pass sends once and receives once."""
+    """Brings rows to the devices of their experts and back."""
 
-    def send(self, rows: Rows) -> Rows:
-        """Rows of this device's tokens, sorted by expert (all there are) -> rows for this device's experts."""
+    def send(self, rows: Rows) -> Any:
+        """Sends rows of this device's tokens, sorted by expert (all there are), on a trip."""
         ...
 
-    def receive(self, out: Tensor) -> Tensor:
+    def arrive(self, trip: Any) -> Rows:
+        """The rows for this device's experts."""
+        ...
+
+    def give_back(self, out: Tensor, trip: Any) -> Tensor:
         """What the experts made of the rows, (N here, D) -> in the order in which they were sent, (T k, D)."""
         ...
 
@@ -58,7 +62,10 @@ class NoExchange:
     def send(self, rows: Rows) -> Rows:
         return rows
 
-    def receive(self, out: Tensor) -> Tensor:
+    def arrive(self, trip: Rows) -> Rows:
+        return trip
+
+    def give_back(self, out: Tensor, trip: Rows) -> Tensor:
         return out
 
 
@@ -95,8 +102,8 @@ class MoE(nn.Module):
         )  # (T k,)
         has_tail = padding is not None or self.capacity_factor > 0
 
-        sent = self.exchange.send(Rows(rows, order.ends, has_tail, weights_of_rows))
+        trip = self.exchange.send(Rows(rows, order.ends, has_tail, weights_of_rows))
         shared = None if self.shared_experts is None else self.shared_experts(x)
-        out = self.exchange.receive(self.experts(*sent))
+        out = self.exchange.give_back(self.experts(*self.exchange.arrive(trip)), trip)
         out = combine(out, order, None if self.score_before_w2 else weights).view_as(x)
         return out if shared is None else out + shared

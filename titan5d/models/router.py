@@ -44,6 +44,7 @@ class Router(nn.Module):
         step_sums: (3,) fp32, sums so far of: entropy of the scores (nats, over tokens), load-balancing loss, z-loss.
         local_weight: `weight` -> the tensor to multiply with on this device; here it is the same.
         sum_over_row: adds up counts (B, E) over the devices that hold parts of these rows; here there is one.
+        drop: choices (B, S, k), n_experts, factor -> the choices, those over an expert's capacity of the row replaced.
     """
 
     bias: Tensor
@@ -64,6 +65,7 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
         self.local_weight: Callable[[Tensor], Tensor] = _same
         self.sum_over_row: Callable[[Tensor], Tensor] = _same
+        self.drop: Callable[[Tensor, int, float], Tensor] = drop_over_capacity
         for name, value in self._fresh_buffers(self.weight.device).items():
             self.register_buffer(name, value, persistent=name in ("bias", "load"))
 
@@ -117,7 +119,7 @@ class Router(nn.Module):
             experts = experts.masked_fill(padding.unsqueeze(-1), self.n_experts)
         sent = experts
         if self.balance.capacity_factor:
-            sent = drop_over_capacity(experts, self.n_experts, self.balance.capacity_factor)
+            sent = self.drop(experts, self.n_experts, self.balance.capacity_factor)
         if self.training:
             weights = self._balanced(weights, logits, scores, experts, sent, padding)
         return sent, weights

@@ -17,6 +17,7 @@ from titan5d.parallel.compile import apply_compile
 from titan5d.parallel.context import ContextParallel, apply_context_parallel
 from titan5d.parallel.data import DataParallel, apply_data_parallel
 from titan5d.parallel.deferred_weights import WeightGradientStore, defer_weight_gradients
+from titan5d.parallel.expert import apply_expert_parallel
 from titan5d.parallel.initialize import initialize
 from titan5d.parallel.mesh import Meshes
 from titan5d.parallel.pipeline import PipelineModel, build_stage
@@ -79,15 +80,19 @@ def parallelize(
     """Cuts `model` (on the meta device) in place for this rank. weight_gradients: where they wait, if they may."""
     if meshes.topology.tp > 1:
         apply_tensor_parallel(model, meshes.parameters["tp"], tensor or TensorParallel())
+    if model.args.n_experts:
+        apply_expert_parallel(model, meshes, (context or ContextParallel()).load_balancer)
     if meshes.topology.cp > 1:
         apply_context_parallel(model, meshes.group("cp"), context or ContextParallel())
     if weight_gradients is not None:
         defer_weight_gradients(model, weight_gradients, compile.enable)
-    apply_recompute(model, recompute, compile.enable)
+    experts_are_cut = meshes.experts is not None
+    apply_recompute(model, recompute, compile.enable, experts_are_cut)
     if compile.enable:
-        apply_compile(model, compile.components, compile.backend)
+        apply_compile(model, compile.components, compile.backend, experts_are_cut)
     topology = meshes.topology
-    ranks = topology.dp * topology.cp
+    expert_mesh = meshes.expert_data_parallel(data.stage)
+    ranks = max(topology.dp * topology.cp, 1 if expert_mesh is None else expert_mesh.size())
     # One rank that computes in the type it stores has nothing to shard, gather or cast
     if ranks > 1 or data.param_dtype != next(model.parameters()).dtype or data.cpu_offload:
-        apply_data_parallel(model, meshes.data_parallel(data.stage), data)
+        apply_data_parallel(model, meshes.data_parallel(data.stage), data, expert_mesh)

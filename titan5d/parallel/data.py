@@ -13,7 +13,8 @@ A unit is what is gathered and reduced together: the embedding, each block, norm
     stage 2   one all-gather a step, one reduce-scatter a micro-batch
     stage 3   two all-gathers and one reduce-scatter a micro-batch
     HSDP      the same inside a shard group, and one all-reduce of the shards across replicas a step
-    routers   whole on every rank in all stages; one all-reduce a step
+    experts   where they are cut, units of their own, each shared by the ranks that hold the same ones (expert.py)
+    routers   no part of any unit: whole on every rank; one all-reduce a step
 
 All stages are torch's FSDP2; they differ in when it may free and when it must reduce. Gradients are summed, never
 averaged: the loss is already divided by the token count of the whole step.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -37,9 +39,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titan5d.models.decoder import Decoder
+from titan5d.models.experts import Experts
 
 
 @dataclass(frozen=True)
@@ -76,91 +79,97 @@ def units(model: Decoder) -> list[list[nn.Module]]:
     return [[model.tok_embeddings], *blocks, *last]
 
 
-def apply_data_parallel(model: Decoder, mesh: DeviceMesh, plan: DataParallel) -> None:
+def apply_data_parallel(
+    model: Decoder, mesh: DeviceMesh, plan: DataParallel, expert_mesh: DeviceMesh | None = None
+) -> None:
     """Wraps the units of `model` (in place) over `mesh`: one axis, or (replicate, shard) for HSDP.
 
     For stage 0 the mesh has one axis, all of whose ranks hold everything.
+
+    Args:
+        expert_mesh: the ranks that hold the same experts, likewise; None = the experts are parts of their blocks.
     """
-    precision = MixedPrecisionPolicy(
-        param_dtype=plan.param_dtype,
-        reduce_dtype=plan.reduce_dtype,
-        # Activations have the compute type from the embedding on; a cast of all inputs would also hit the rotary
-        # tables, which must stay fp32.
-        cast_forward_inputs=False,
-    )
-    routers = _replicate_routers(model, mesh)
-    offload = OffloadPolicy()
-    if plan.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    routers = {router.weight for router in model.routers().values()}
     wrapped = units(model)
+    heads: list[list[nn.Module]] = []
     for index, unit in enumerate(wrapped):
-        modules: Any = unit if len(unit) > 1 else unit[0]
-        if plan.stage == 0:
-            replicate(
-                modules, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=routers
-            )
-            continue
         # The last unit is needed again at once by backward: freeing it would only gather it twice.
-        last = index == len(wrapped) - 1 and len(wrapped) > 1
-        reshard: bool | int = plan.stage == 3 and not last
-        if reshard and plan.reshard_degree is not None:
-            reshard = plan.reshard_degree
-        fully_shard(
-            modules,
-            mesh=mesh,
-            mp_policy=precision,
-            offload_policy=offload,
-            reshard_after_forward=reshard,
-            ignored_params=routers,
-        )
-    if plan.stage == 0:
-        replicate(model, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=routers)
-    else:
-        fully_shard(
-            model,
-            mesh=mesh,
-            mp_policy=precision,
-            offload_policy=offload,
-            reshard_after_forward=plan.stage == 3,
-            ignored_params=routers,
-        )
+        frees = plan.stage == 3 and not (index == len(wrapped) - 1 and len(wrapped) > 1)
+        inner = [] if expert_mesh is None else _experts_of(unit)
+        for experts in inner:
+            assert expert_mesh is not None
+            _wrap(experts, expert_mesh, plan, _reshard(plan, expert_mesh, frees), routers)
+        _wrap(unit if len(unit) > 1 else unit[0], mesh, plan, _reshard(plan, mesh, frees), routers)
+        heads.append([unit[0], *inner])
+    _wrap(model, mesh, plan, plan.stage == 3, routers)
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         # gloo has no premultiplied sum; a plain sum is what is wanted anyway
         module.set_force_sum_reduction_for_comms(True)
-    _prefetch([unit[0] for unit in wrapped])
+    _prefetch(heads)
 
 
-def _replicate_routers(model: Decoder, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Gives every rank the routers' weights whole, in the type they are stored in, and returns them.
+def _experts_of(unit: list[nn.Module]) -> list[nn.Module]:
+    return [module for part in unit for module in part.modules() if isinstance(module, Experts)]
 
-    A router decides by differences that a bf16 copy would not have; it is one row an expert, so keeping it whole costs
-    little. Its gradient is a partial sum on each rank, added up once a step (gradients.reduce_partial_gradients).
+
+def _reshard(plan: DataParallel, mesh: DeviceMesh, frees: bool) -> bool | int:
+    """What FSDP2 does with whole parameters after forward: keep them (False), free them, or keep larger shards."""
+    shards, degree = mesh.size(mesh.ndim - 1), plan.reshard_degree
+    if not frees or degree is None or shards % degree or shards == degree:
+        return frees
+    return degree
+
+
+def _wrap(
+    modules: Any, mesh: DeviceMesh, plan: DataParallel, reshard: bool | int, ignored: set[nn.Parameter]
+) -> None:
+    common: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=plan.param_dtype,
+            reduce_dtype=plan.reduce_dtype,
+            # Activations have the compute type from the embedding on; a cast of all inputs would also hit the rotary
+            # tables, which must stay fp32.
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": (
+            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
+        ),
+        "ignored_params": ignored,
+    }
+    if plan.stage == 0:
+        replicate(modules, **common)
+        return
+    cut = partial(_sliced_dimension, shards=mesh.size(mesh.ndim - 1))
+    fully_shard(modules, reshard_after_forward=reshard, shard_placement_fn=cut, **common)
+
+
+def _sliced_dimension(parameter: nn.Parameter, shards: int) -> Shard:
+    """The first, by rows. A stack of experts that does not divide over the shards (fewer experts, say) the second:
+    slices of each expert, as padding of whole experts would cost much."""
+    here = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    stack = len(here) == 3 and here[0] % shards and here[1] % shards == 0
+    return Shard(1) if stack else Shard(0)
+
+
+def _prefetch(heads: list[list[nn.Module]]) -> None:
+    """Gathers the next unit while this one computes, in both directions.
+
+    Args:
+        heads: of each unit in order the module that is wrapped, and the wrapped modules inside.
     """
-    for router in model.routers().values():
-        weight = distribute_tensor(router.weight.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
-        router.weight = nn.Parameter(weight)
-        router.local_weight = _local_summand
-    return {router.weight for router in model.routers().values()}
-
-
-def _local_summand(weight: torch.Tensor) -> torch.Tensor:
-    """A replicated weight as a plain tensor, whose gradient on this rank is a summand."""
-    assert isinstance(weight, DTensor)
-    return weight.to_local(grad_placements=[Partial()] * weight.device_mesh.ndim)
-
-
-def _prefetch(heads: list[nn.Module]) -> None:
-    """Gathers the next unit while this one computes, in both directions."""
-    for this, following in pairwise(heads):
-        assert isinstance(this, FSDPModule) and isinstance(following, FSDPModule)
-        this.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([this])
-    first = heads[0]
-    assert isinstance(first, FSDPModule)
+    wrapped: list[list[FSDPModule]] = [[m for m in unit if isinstance(m, FSDPModule)] for unit in heads]
+    for this, following in pairwise(wrapped):
+        this[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(this)
     # Nothing is left to gather once the first unit is here. FSDP2, not told, would gather the last unit in vain: the
     # one that ran before this unit in its own list, which goes on over micro-batches.
+    first = wrapped[0][0]
     first.set_modules_to_backward_prefetch([first])
+    for _, *inner in wrapped:
+        for experts in inner:  # the unit around them asked for the next one already
+            experts.set_modules_to_backward_prefetch([experts])
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

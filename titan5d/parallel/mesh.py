@@ -6,8 +6,12 @@ The same grid of ranks (topology.py), seen by its two users:
     parameters  (pp, dp_replicate, shard, tp)            who holds which part of the weights; shard = dp_shard x cp:
                                                          context ranks hold the same weights, so they share them as
                                                          data ranks do
+    experts     (pp, dp_replicate, efsdp, ep)            who holds which experts, if they are cut: ep neighbouring ranks
+                                                         share the experts, efsdp ranks the weights of each
     batch = dp_replicate x dp_shard          ranks that read different rows
     loss  = dp_replicate x dp_shard x cp     ranks that hold different tokens: losses are summed here
+    stage = loss x tp                        ranks that route different tokens (with sequence parallelism)
+    row   = cp x tp                          ranks that hold parts of the same rows
 """
 
 from __future__ import annotations
@@ -26,13 +30,21 @@ class Meshes:
 
     Attributes:
         tokens, parameters: the two views of the world.
-        batch, loss: one-dimensional meshes (see the module's text).
+        experts: the third view; None where experts are shared as all other weights (ep and tp are 1) or there are none.
+        batch, loss, stage, row: one-dimensional meshes (see the module's text). Without experts no rank asks for the
+            last two, and they are loss and cp.
         pipeline: the groups of hidden states and their gradients; None without pipeline ranks.
         coordinates: axis name -> this rank's place on it.
         dp_rank: which slice of the batch this rank reads.
     """
 
-    def __init__(self, topology: Topology, device_type: str, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        device_type: str,
+        timeout: timedelta | None = None,
+        has_experts: bool = False,
+    ) -> None:
         self.topology = topology
         self.device_type = device_type
         self.tokens = init_device_mesh(
@@ -46,6 +58,17 @@ class Meshes:
         )
         self.batch = self.tokens["dp_replicate", "dp_shard"]._flatten("batch")
         self.loss = self.tokens["dp_replicate", "dp_shard", "cp"]._flatten("loss")
+        self.stage, self.row = self.loss, self.tokens["cp"]
+        self.experts: DeviceMesh | None = None
+        if has_experts and topology.ep * topology.tp > 1:
+            self.experts = init_device_mesh(
+                device_type,
+                (topology.pp, topology.dp_replicate, topology.efsdp, topology.ep),
+                mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
+            )
+        if has_experts and topology.tp > 1:
+            self.stage = self.tokens["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage")
+            self.row = self.tokens["cp", "tp"]._flatten("row")
         self.pipeline: PipelineGroups | None = None
         if topology.pp > 1:
             ranks = dist.get_process_group_ranks(self.group("pp"))
@@ -62,21 +85,35 @@ class Meshes:
             return self.parameters["shard" if self.topology.dp_replicate == 1 else "dp_replicate"]
         return self.parameters["shard" if self.topology.dp_replicate == 1 else ("dp_replicate", "shard")]
 
+    def expert_data_parallel(self, stage: int) -> DeviceMesh | None:
+        """The same for the experts; None where they are part of their blocks."""
+        if self.experts is None:
+            return None
+        if self.topology.dp_replicate == 1:
+            return self.experts["efsdp"]
+        both = self.experts["dp_replicate", "efsdp"]
+        return both._flatten("expert_replicas") if stage == 0 else both
+
     def group(self, axis: str) -> dist.ProcessGroup:
-        """This rank's group along one axis: pp, dp_replicate, dp_shard, cp, tp, shard, batch or loss."""
-        if axis == "batch":
-            return self.batch.get_group()
-        if axis == "loss":
-            return self.loss.get_group()
+        """This rank's group along one axis: pp, dp_replicate, dp_shard, cp, tp, shard, batch, loss, stage, row; with a
+        cut of the experts efsdp and ep, too."""
+        joint = {"batch": self.batch, "loss": self.loss, "stage": self.stage, "row": self.row}
+        if axis in joint:
+            return joint[axis].get_group()
+        if axis in ("efsdp", "ep"):
+            assert self.experts is not None
+            return self.experts.get_group(axis)
         return (self.parameters if axis == "shard" else self.tokens).get_group(axis)
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """Name -> this rank's group, for every axis and joint axis."""
-        return {axis: self.group(axis) for axis in (*AXES, "shard", "batch", "loss")}
+        experts = () if self.experts is None else ("ep", "efsdp", "stage", "row")
+        return {axis: self.group(axis) for axis in (*AXES, "shard", "batch", "loss", *experts)}
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of every collective; subgroups do not inherit the world's."""
         parameters = [self.parameters.get_group(axis) for axis in ("pp", "dp_replicate", "tp")]
         pipeline = [] if self.pipeline is None else [self.pipeline.up]
-        for group in [*self.groups().values(), *parameters, *pipeline, dist.group.WORLD]:
+        experts = [] if self.experts is None else [self.experts.get_group(axis) for axis in ("pp", "dp_replicate")]
+        for group in [*self.groups().values(), *parameters, *pipeline, *experts, dist.group.WORLD]:
             dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -14,17 +14,20 @@ Whatever is recomputed runs with the random numbers of the first forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan5d.config.schema_execution import ActivationCheckpoint
 from titan5d.models.decoder import Decoder
 from titan5d.models.grouped_mm import grouped_mm
+from titan5d.models.moe import MoE
 from titan5d.parallel.tensor_products import gather_products, product_sum
 
 Shape = tuple[int, ...]
@@ -45,8 +48,15 @@ CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 is marked random, for its dropout) behind the DTensors' mesh, where its own runtime does not look for it, and fails."""
 
 
-def apply_recompute(model: Decoder, config: ActivationCheckpoint, compiled: bool = False) -> None:
-    """Replaces the forward of every block (in place) as `config.mode` says. compiled: the blocks will be compiled."""
+def apply_recompute(
+    model: Decoder, config: ActivationCheckpoint, compiled: bool = False, experts_are_cut: bool = False
+) -> None:
+    """Replaces the forward of every block (in place) as `config.mode` says.
+
+    Args:
+        compiled: the blocks will be compiled,
+        experts_are_cut: but those with experts only in parts, and with a unit of FSDP2 inside.
+    """
     if config.mode == "none":
         return
     if config.mode == "memory_budget":
@@ -66,13 +76,18 @@ def apply_recompute(model: Decoder, config: ActivationCheckpoint, compiled: bool
     for index, block in enumerate(model.layers.values()):
         if index % every:
             continue
-        kept = (*kept_ops, CPU_ATTENTION) if compiled and _has_cpu_dtensors(block) else kept_ops
+        in_parts = experts_are_cut and isinstance(block.feed_forward, MoE)
+        one_graph = compiled and not in_parts
+        kept = (*kept_ops, CPU_ATTENTION) if one_graph and _has_cpu_dtensors(block) else kept_ops
         context_fn = None
         if kept:
             skip = _weight_shapes(block, config.per_op_sac_force_recompute_mm_shapes_by_fqns)
             if config.early_stop:
                 skip |= _last_product(block)
-            context_fn = partial(create_selective_checkpoint_contexts, partial(_keep, kept=kept, skip=skip))
+            policy = partial(_keep, kept=kept, skip=skip)
+            context_fn = partial(create_selective_checkpoint_contexts, policy)
+            if in_parts:
+                context_fn = partial(_contexts_around_hooks, policy, kept)
         block.forward = _checkpointed(block.forward, config, context_fn)
 
 
@@ -99,6 +114,35 @@ def _keep(
     if not skip.isdisjoint(_weights_of(op, args)):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
+
+
+def _contexts_around_hooks(
+    policy: Callable[..., CheckpointPolicy], kept: tuple[Any, ...]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of torch for forward and recomputing, for a block in which there is a unit of FSDP2 (experts).
+
+    Its hooks run other operators the second time, when the weights are there already, and torch takes operators that
+    forward did not run for an error.
+    """
+    forward, recomputing = create_selective_checkpoint_contexts(policy)
+    return forward, _OnlyKept(recomputing, kept)
+
+
+class _OnlyKept(TorchDispatchMode):
+    """Hands the operators whose results may have been kept to `mode`, and runs all others."""
+
+    def __init__(self, mode: Any, kept: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.mode, self.kept = mode, kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled parts of the block run beneath it, and are computed again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.kept:
+            return self.mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _has_cpu_dtensors(block: nn.Module) -> bool:

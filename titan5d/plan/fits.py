@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from titan5d.config.check import Layout
+from titan5d.config.check import Layout, leaves_zero_stage_open
 from titan5d.config.schema import Config
 from titan5d.models.args import ModelArgs, count_parameters
 from titan5d.plan.memory import StateBytes, head_activation_bytes, layer_activation_bytes, state_bytes
@@ -37,13 +37,18 @@ def rank_bytes(config: Config, args: ModelArgs, layout: Layout) -> tuple[StateBy
         stored,
         element,
         optimizer * stored // 4,
-        accumulates=layout.accumulation > 1,
+        whole_gradients=_whole_gradients(layout),
         working_copy=topology.dp * topology.cp > 1 or stored != element,
     )
     tokens = training.local_batch_size * training.seq_len // topology.cp
     blocks = _block_activations(config, args, tokens, element) / model_cut
     head = head_activation_bytes(args, tokens, element, training.loss_chunk_mib * 2**20, topology.tp)
     return state, blocks + head
+
+
+def _whole_gradients(layout: Layout) -> bool:
+    """Stages 0 and 1 reduce after the last micro-batch, pipelines always do."""
+    return layout.topology.pp > 1 or (layout.zero_stage <= 1 and layout.accumulation > 1)
 
 
 def _block_activations(config: Config, args: ModelArgs, tokens: int, element: int) -> float:
@@ -66,9 +71,10 @@ def peak_bytes(config: Config, args: ModelArgs, layout: Layout, device_type: str
     """Bytes of the fullest rank on its device at the fullest moment of a step."""
     state, activations = rank_bytes(config, args, layout)
     if config.training.enable_cpu_offload and device_type != "cpu":
-        whole = layout.zero_stage <= 1 and layout.accumulation > 1  # these wait on the device to be reduced
-        state = replace(state, weights=0, optimizer=0, gradients=state.gradients if whole else 0)
-    if layout.accumulation > 1:
+        # gradients that are not reduced yet wait on the device
+        waiting = state.gradients if _whole_gradients(layout) else 0
+        state = replace(state, weights=0, optimizer=0, gradients=waiting)
+    if layout.accumulation > 1 or layout.topology.pp > 1:
         return state.total + activations
     # In the only backward, activations go as gradients come
     return state.total + activations - min(state.gradients, activations)
@@ -108,6 +114,8 @@ def memory_problems(
     config: Config, args: ModelArgs, layout: Layout, device_type: str, ranks_here: int
 ) -> list[str]:
     """One sentence when the ranks of this machine need more than its memory, else nothing."""
+    if leaves_zero_stage_open(config, layout.topology):
+        layout = replace(layout, zero_stage=3)  # what is left when nothing less fits
     state, activations = rank_bytes(config, args, layout)
     need = peak_bytes(config, args, layout, device_type)
     have, place = device_memory(device_type, ranks_here)

@@ -60,7 +60,7 @@ def state_bytes(
     param_bytes: int = 4,
     compute_bytes: int = 4,
     optimizer_bytes: int = 8,
-    accumulates: bool = True,
+    whole_gradients: bool = False,
     working_copy: bool = True,
 ) -> StateBytes:
     """Training state of `parameters` elements sharded over `shards` ranks.
@@ -70,13 +70,13 @@ def state_bytes(
         largest_unit: elements of the largest unit gathered at once.
         param_bytes, compute_bytes: per element as stored, as gathered.
         optimizer_bytes: per element; 8 for Adam, 4 for SGD with momentum or Muon, 0 for plain SGD.
-        accumulates: several micro-batches a step.
+        whole_gradients: each rank sums its gradients over micro-batches before they are reduced.
         working_copy: False for one rank that computes in the type it stores.
     """
     cut = parameters / shards
     stored = parameters if stage == 0 else cut
     gradients = stored * param_bytes
-    if accumulates and stage <= 1 and working_copy:
+    if whole_gradients and working_copy:
         gradients = parameters * REDUCE_BYTES
     gathered = min(parameters, 2 * largest_unit) if stage == 3 else parameters
     return StateBytes(

@@ -79,7 +79,7 @@ def train_step(
     if finite := math.isfinite(grad_norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    load = routing.end_step(model, [meshes.group("loss"), meshes.group("pp")], updated=finite)
+    load = routing.end_step(model, [meshes.group("stage"), meshes.group("pp")], updated=finite)
 
     row_valid = torch.cat([(batch.labels != IGNORE).sum(dim=1) for batch in micro_batches])
     groups = meshes.group("loss"), meshes.group("cp")

@@ -59,7 +59,10 @@ class Trainer:
         training = config.training
         seed_generators(layout.seed, dist.get_rank())
         self.meshes = Meshes(
-            layout.topology, device.type, timedelta(seconds=config.comm.init_timeout_seconds)
+            layout.topology,
+            device.type,
+            timedelta(seconds=config.comm.init_timeout_seconds),
+            has_experts=args.n_experts > 0,
         )
 
         self.loader, self.held_out = loader, held_out
