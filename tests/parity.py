@@ -58,7 +58,7 @@ class Case:
     compile: bool = False
     backend: str = "aot_eager"  # of the compiler
     only_target: int | None = None
-    context: ContextParallel = ContextParallel()
+    context: ContextParallel = field(default_factory=ContextParallel)
     reshard_degree: int | None = None
     dtype: torch.dtype = torch.float32
     tensor: TensorParallel | None = None

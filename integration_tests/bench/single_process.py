@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 SEQ, ROWS, WARMUP = 512, 4, 5
@@ -95,7 +96,7 @@ def trainer(precision: str, steps: int, folder: Path) -> dict:
     status = main(["train", "--config", str(folder / "empty.toml"), *words])
     if status:
         raise SystemExit(status)
-    wall, cpu = zip(*((b[0] - a[0], b[1] - a[1]) for a, b in zip(marks, marks[1:], strict=False)), strict=True)
+    wall, cpu = zip(*((b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)), strict=True)
     return _figures(wall, cpu)
 
 
@@ -139,10 +140,12 @@ def main() -> None:
             tps[kind] = SEQ * ROWS / statistics.median(t for run in runs for t in run["wall"])
             cpu[kind] = statistics.median(t for run in runs for t in run["cpu"])
             peak[kind] = max(run["peak"] for run in runs)
-            print(f"{precision:9} {kind:8} {tps[kind]:8.0f} tokens/s  {cpu[kind]:.3f} CPU s/step  {peak[kind] / 2**20:6.0f} MiB")
+            memory = f"{peak[kind] / 2**20:6.0f} MiB"
+            print(f"{precision:9} {kind:8} {tps[kind]:8.0f} tokens/s  {cpu[kind]:.3f} CPU s/step  {memory}")
         print(
-            f"{precision:9} ratio    tokens/s {tps['titan5d'] / tps['loop']:.3f}  CPU time {cpu['loop'] / cpu['titan5d']:.3f}"
-            f"  (>= 0.97 asked)  memory {peak['titan5d'] / peak['loop']:.3f}  (<= 1.05 asked)"
+            f"{precision:9} ratio    tokens/s {tps['titan5d'] / tps['loop']:.3f}"
+            f"  CPU time {cpu['loop'] / cpu['titan5d']:.3f}  (>= 0.97 asked)"
+            f"  memory {peak['titan5d'] / peak['loop']:.3f}  (<= 1.05 asked)"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_the_layout_does_not_show_in_the_log(folder: Path, ranks: int, flags: di
     assert found[0]["tokens"] == 8 * 32
     one = [sorted(step) for step in samples(folder, "reference", 0)]
     many = [samples(folder, "layout", rank) for rank in range(ranks)]
-    assert [sorted(sum(parts, [])) for parts in zip(*many, strict=True)] == one
+    assert [sorted(chain(*parts)) for parts in zip(*many, strict=True)] == one
 
 
 def test_the_same_run_twice_is_bitwise_the_same(folder: Path) -> None:

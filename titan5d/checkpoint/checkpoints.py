@@ -97,6 +97,8 @@ class Checkpoints:
                 remove_leftovers(self.folder)
             except CheckpointRefused as refused:
                 problems = refused.problems
+            except OSError as error:
+                problems = [f"{error.filename}: {error.strerror} (errno {error.errno})"]
         if problems := self.agreement.from_rank_0(problems):
             raise CheckpointRefused(problems)
 
@@ -292,6 +294,7 @@ class Checkpoints:
             else:
                 if gone:
                     log.info("checkpoint.keep_latest_k: deleted step %s", ", ".join(map(str, sorted(gone))))
+        self.agreement.most(0)  # deleting may take longer than a training collective would wait
 
     def close(self) -> None:
         """Completes what is being written. Raises SaveFailed on all ranks."""

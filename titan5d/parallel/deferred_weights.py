@@ -181,7 +181,9 @@ class DeferredProducts(Products):
         if not torch.is_grad_enabled():
             return super().column(x, linears)
         weights = [linear.weight.detach() for linear in linears]
-        outs = _ProductsOfOneInput.apply(x, None, self.compiled, *weights, *_keys(linears))
+        keep = _Kept()
+        x = _Keep.apply(x, keep, *weights, *_keys(linears))
+        outs = _PlainProducts.apply(x, keep, *weights)
         biases = [linear.bias for linear in linears]
         return [out if bias is None else out + bias for out, bias in zip(outs, biases, strict=True)]
 
@@ -218,6 +220,32 @@ class DeferredTensorProducts(TensorParallelProducts):
 
 def _keys(linears: Sequence[nn.Linear]) -> list[Tensor]:
     return [cast(Tensor, linear.gradient_key) for linear in linears]
+
+
+class _Kept:
+    ctx: Any = None
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, keep, *rest):
+        ctx.save_for_backward(x, *rest)
+        keep.ctx = ctx
+        ctx.n = len(rest)
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *[None]*(1+ctx.n)
+
+class _PlainProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, keep, *weights):
+        ctx.keep = keep
+        return tuple(F.linear(x, w) for w in weights)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        x, *rest = ctx.keep.ctx.saved_tensors
+        return _gradients(list(grads), x, rest[: len(grads)], rest[len(grads) :], "", 1, False, False), None, *[None]*len(grads)
 
 
 class _ProductsOfOneInput(torch.autograd.Function):
