@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,20 @@ def test_the_safetensors_package_reads_what_is_written(tmp_path: Path, dtype: to
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def produce(name: str) -> torch.Tensor:
+        assert not any(tensor() is not None for tensor in made)
+        tensor = torch.full((4,), float(name))
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    specs = {str(number): Spec(torch.float32, (4,)) for number in range(3)}
+    write_tensor_file(tmp_path / "a.safetensors", specs, produce)
+    assert len(made) == 3
 
 
 def test_any_block_is_read_from_any_blocks(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         expected, logits = theirs.eval()(tokens).logits, model(tokens)
     assert (logits - expected).abs().max() <= 1e-5 and logits.std() > 0.01
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
     assert main(["convert", "from-hf", str(there), str(back)]) == 0
     manifest = read_manifest(back)

@@ -185,6 +185,13 @@ def test_a_seed_checkpoint_starts_any_layout(tmp_path: Path) -> None:
     assert_same_tensors(tensors(tmp_path, "a", 2), tensors(tmp_path, "b", 2))
 
 
+def test_the_step_at_which_the_data_ends_is_saved(tmp_path: Path) -> None:
+    flags = {**SMALL, "checkpoint__interval": 5, "training__epochs": 1, "training__steps": 100}
+    for _ in range(2):
+        assert run(tmp_path, "a", **flags) == [0]
+        assert complete_steps(folder_of(tmp_path, "a")) == [8, 5]  # 64 rows, 8 a step
+
+
 def test_parts_can_be_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "a", **SMALL, training__steps=2) == [0]
     capfd.readouterr()

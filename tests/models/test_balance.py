@@ -1,4 +1,4 @@
-"""The losses against their formulas written out token by token; parts of a step add up; the bias counts in whole numbers."""
+"""The losses against their formulas token by token; parts of a step add up; the bias counts whole numbers."""
 
 from __future__ import annotations
 

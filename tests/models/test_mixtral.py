@@ -82,7 +82,7 @@ def test_missing_experts_are_named() -> None:
     with pytest.raises(ValueError, match=r"has no model.layers.1.block_sparse_moe.experts.3.w2.weight$"):
         from_hf(mixtral.hf_name_map(TINY), files)
     some = {name: torch.empty(0) for name in files if ".experts." not in name}
-    with pytest.raises(ValueError, match="experts.0.w1.weight, .* and 40 more"):
+    with pytest.raises(ValueError, match=r"experts.0.w1.weight, .* and 40 more"):
         from_hf(mixtral.hf_name_map(TINY), some)
 
 

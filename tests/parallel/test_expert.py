@@ -1,4 +1,4 @@
-"""Expert parallelism through the whole training step: losses, every gradient, norm, weights and biases of one process."""
+"""Expert parallelism through the whole step: losses, every gradient, norm, weights and biases of one process."""
 
 from __future__ import annotations
 

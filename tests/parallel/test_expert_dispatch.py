@@ -55,7 +55,8 @@ def there_and_back(loads: list[list[int]], with_weights: bool, dtype: torch.dtyp
     back = exchange.give_back(out, trips)
     (back * (rank + 1)).sum().backward()
     assert rows.grad is not None
-    return [here.rows.detach(), here.ends, here.has_tail, back.detach(), rows.grad, None if weights is None else weights.grad]
+    weight_grad = None if weights is None else weights.grad
+    return [here.rows.detach(), here.ends, here.has_tail, back.detach(), rows.grad, weight_grad]
 
 
 @pytest.mark.parametrize("with_weights", [False, True])

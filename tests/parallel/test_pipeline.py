@@ -13,6 +13,7 @@ from tests.parity import TINY, TINY_TIED, UNEQUAL, Case, assert_parity
 from titan5d.config.pipeline_plan import PipelinePlan
 from titan5d.config.schema_execution import ActivationCheckpoint, Compile
 from titan5d.launch.local_ranks import RankFailed, run_ranks
+from titan5d.models.args import Balance
 from titan5d.models.decoder import Decoder
 from titan5d.parallel import pipeline
 from titan5d.parallel.apply import build_parallel_model
@@ -23,6 +24,7 @@ from titan5d.schedules import catalog
 from titan5d.schedules.stages import model_parts, parse_layout, split_by_weight
 from titan5d.topology import Topology
 
+BALANCED = Balance(aux_loss_coefficient=0.05, z_loss_coefficient=0.01)
 LAYERS_7 = replace(TINY, n_layers=7)
 
 CASES = {
@@ -56,6 +58,14 @@ CASES = {
     ),
     "ZBVZeroBubble, tensor and context": Case(
         Topology(pp=2, tp=2, cp=2), stage=1, schedule="ZBVZeroBubble", documents=True
+    ),
+    "ZBVZeroBubble, experts on two ranks": Case(
+        Topology(pp=2, dp_shard=2, ep=2),
+        stage=2,
+        schedule="ZBVZeroBubble",
+        args=replace(
+            TINY, n_experts=4, top_k=2, moe_ffn_dim=32, n_shared_experts=1, n_dense_layers=1, balance=BALANCED
+        ),
     ),
     # fewer key/value heads than tensor ranks: weights that ranks share by rows are put off, too
     "InterleavedZeroBubble, tensor, one KV head": Case(

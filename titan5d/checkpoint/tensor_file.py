@@ -85,6 +85,7 @@ def write_tensor_file(path: Path, specs: Mapping[str, Spec], produce: Callable[[
                 raw = _bytes(name, produce(name), specs[name])
                 checksum = zlib.crc32(raw, checksum)
                 out.write(raw)
+                del raw  # and with it the tensor, before the next one is made
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:

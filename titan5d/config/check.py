@@ -193,8 +193,8 @@ def _tensor(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
         return problems
     if args.n_experts and not par.sequence_parallel:
         problems.append(
-            f"parallelism.sequence_parallel = false with tensor_parallel_degree = {tp}: all {tp} ranks would hold the same"
-            " tokens and route them to the same experts, once each; a model with experts needs sequence_parallel = true"
+            f"parallelism.sequence_parallel = false with tensor_parallel_degree = {tp}: all {tp} ranks would hold the"
+            " same tokens and route them to the same experts, once each; a model with experts needs sequence_parallel = true"
         )
     if misfits := _tensor_misfits(args, tp):
         fitting = [str(n) for n in range(1, args.n_heads + 1) if not _tensor_misfits(args, n)]
@@ -320,8 +320,8 @@ def _context(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
             )
     if context_method(config) == "ulysses" and args.n_heads // tp % cp:
         problems.append(
-            f"parallelism.context_parallel_method = 'ulysses' divides the {args.n_heads // tp} query heads of a rank over"
-            f" context_parallel_degree = {cp} ranks; use a degree that divides them, or 'ring'"
+            f"parallelism.context_parallel_method = 'ulysses' divides the {args.n_heads // tp} query heads of a rank"
+            f" over context_parallel_degree = {cp} ranks; use a degree that divides them, or 'ring'"
         )
     return problems
 
@@ -370,8 +370,8 @@ def _experts(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
         )
     if args.n_experts % ep:
         problems.append(
-            f"{key} = {ep} does not divide model.n_experts = {args.n_experts}, and each rank holds whole experts, all the"
-            f" same number; {use}. The weights of one expert are shared by the other ranks, as zero_stage says"
+            f"{key} = {ep} does not divide model.n_experts = {args.n_experts}, and each rank holds whole experts, all"
+            f" the same number; {use}. The weights of one expert are shared by the other ranks, as zero_stage says"
         )
     return problems
 
@@ -465,8 +465,8 @@ def _schedule(config: Config) -> list[str]:
         problems.append(f"lr_scheduler.total_steps = {total} must be at least 1")
     if total < steps and scheduler.min_lr_factor == 0:
         problems.append(
-            f"lr_scheduler.total_steps = {total} ends before training.steps = {steps}, so {steps - total} steps would train"
-            " at a rate of zero; set min_lr_factor above 0, or total_steps to at least training.steps"
+            f"lr_scheduler.total_steps = {total} ends before training.steps = {steps}, so {steps - total} steps would"
+            " train at a rate of zero; set min_lr_factor above 0, or total_steps to at least training.steps"
         )
     ratio = scheduler.decay_ratio
     if ratio is not None and not 0 <= ratio <= 1:

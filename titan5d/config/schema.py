@@ -322,7 +322,7 @@ class Checkpoint(Section):
     load_step: int = -1
     """Step to continue from; -1 = the newest complete one."""
     exclude_from_loading: list[str] = field(default_factory=list)
-    """Parts not to load: "model", "optimizer", "dataloader" (the position in the data), "generators" (random numbers)."""
+    """Parts not to load: "model", "optimizer", "dataloader" (its position), "generators" (random numbers)."""
     enable_first_step_checkpoint: bool = False
     """Also save after step 1."""
     create_seed_checkpoint: bool = False

@@ -48,13 +48,13 @@ def unavailable(config: Config) -> list[str]:
         ),
         (
             par.expert_tensor_parallel_degree != 1,
-            f"parallelism.expert_tensor_parallel_degree = {par.expert_tensor_parallel_degree}: an expert's products stay"
-            " whole, since slices of narrow matrices are slow; only 1. To have fewer experts on a rank, set"
+            f"parallelism.expert_tensor_parallel_degree = {par.expert_tensor_parallel_degree}: an expert's products"
+            " stay whole, since slices of narrow matrices are slow; only 1. To have fewer experts on a rank, set"
             " expert_parallel_degree",
         ),
         (
             par.expert_parallel_comm_backend == "deepep",
-            "parallelism.expert_parallel_comm_backend = 'deepep': its kernels are not used; only 'standard' (all-to-all)",
+            "parallelism.expert_parallel_comm_backend = 'deepep': not used; only 'standard' (all-to-all)",
         ),
         (
             bool(config.model.converters),

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+import torch
+
 from titan5d.metrics.names import MetricValue, tensorboard_scalars
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,16 @@ class MetricsLogger:
                 writer.log(step, metrics)
             except OSError as error:
                 logger.error("metrics of step %d not written by %s: %s", step, type(writer).__name__, error)
+
+    def heat_map(self, step: int, name: str, rows: Sequence[Sequence[float]]) -> None:
+        """Draws a table of numbers of `step` where pictures can be shown; see TensorBoardWriter.heat_map."""
+        for writer in self.writers:
+            if not isinstance(writer, TensorBoardWriter):
+                continue
+            try:
+                writer.heat_map(step, name, rows)
+            except OSError as error:
+                logger.error("%s of step %d not drawn: %s", name, step, error)
 
     def close(self) -> None:
         for writer in self.writers:
@@ -140,6 +152,13 @@ class TensorBoardWriter:
     def log(self, step: int, metrics: dict[str, MetricValue]) -> None:
         for name, value in tensorboard_scalars(metrics, self.optimizer_name).items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def heat_map(self, step: int, name: str, rows: Sequence[Sequence[float]]) -> None:
+        """A picture of a table, 8 x 8 points a number: black = 0, grey = 1, white = 2 or more."""
+        shades = (torch.tensor(rows) / 2).clamp(0, 1)  # (rows, columns)
+        points = shades.repeat_interleave(8, dim=0).repeat_interleave(8, dim=1)
+        self._writer.add_image(name, points, step, dataformats="HW")
         self._writer.flush()
 
     def close(self) -> None:

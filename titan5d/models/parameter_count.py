@@ -23,6 +23,9 @@ class ParameterCount:
         active: parameters one token makes use of: all but the experts it is not sent to.
         largest_unit: the largest of embedding, block, and norm + head, which data parallelism gathers at once (tied:
             embedding, norm and head are one).
+        routed: the routed experts of all layers.
+        routed_layer: those of one layer.
+        largest_other_unit: the largest unit where the routed experts of a block are a unit of their own.
     """
 
     total: int
@@ -32,6 +35,9 @@ class ParameterCount:
     matmul: int
     active: int
     largest_unit: int
+    routed: int
+    routed_layer: int
+    largest_other_unit: int
 
 
 def count_parameters(args: ModelArgs) -> ParameterCount:
@@ -49,7 +55,9 @@ def count_parameters(args: ModelArgs) -> ParameterCount:
     matrix = args.vocab_size * args.dim
     head = args.dim + (0 if args.tie_embeddings else matrix)
     total = matrix + n_dense_layers * dense_layer + n_expert_layers * expert_layer + head
-    largest_layer = max(dense_layer if n_dense_layers else 0, expert_layer if n_expert_layers else 0)
+    routed = args.n_experts * expert
+    ends = matrix + head if args.tie_embeddings else max(head, matrix)
+    largest_dense = max(ends, dense_layer if n_dense_layers else 0)
     products = (
         args.n_layers * projections
         + n_dense_layers * dense
@@ -62,7 +70,10 @@ def count_parameters(args: ModelArgs) -> ParameterCount:
         head=head,
         matmul=products + matrix,
         active=total - n_expert_layers * (args.n_experts - args.top_k) * expert,
-        largest_unit=max(largest_layer, matrix + head if args.tie_embeddings else max(head, matrix)),
+        largest_unit=max(largest_dense, expert_layer if n_expert_layers else 0),
+        routed=n_expert_layers * routed,
+        routed_layer=routed if n_expert_layers else 0,
+        largest_other_unit=max(largest_dense, expert_layer - routed if n_expert_layers else 0),
     )
 
 

@@ -181,9 +181,7 @@ class DeferredProducts(Products):
         if not torch.is_grad_enabled():
             return super().column(x, linears)
         weights = [linear.weight.detach() for linear in linears]
-        keep = _Kept()
-        x = _Keep.apply(x, keep, *weights, *_keys(linears))
-        outs = _PlainProducts.apply(x, keep, *weights)
+        outs = _products(x, None, self.compiled, weights, _keys(linears))
         biases = [linear.bias for linear in linears]
         return [out if bias is None else out + bias for out, bias in zip(outs, biases, strict=True)]
 
@@ -205,7 +203,7 @@ class DeferredTensorProducts(TensorParallelProducts):
         if not torch.is_grad_enabled():
             return super().column(x, linears)
         weights = [self._rows(linear.weight.detach()) for linear in linears]
-        outs = _ProductsOfOneInput.apply(x, self.cut, self.compiled, *weights, *_keys(linears))
+        outs = _products(x, self.cut, self.compiled, weights, _keys(linears))
         biases = [linear.bias for linear in linears]
         return [out if bias is None else out + self._rows(bias) for out, bias in zip(outs, biases, strict=True)]
 
@@ -213,43 +211,71 @@ class DeferredTensorProducts(TensorParallelProducts):
         if not torch.is_grad_enabled():
             return super().row(x, linear)
         weight = self._rows(linear.weight.detach())
-        (part,) = _ProductsOfOneInput.apply(x, None, self.compiled, weight, *_keys((linear,)))
+        (part,) = _products(x, None, self.compiled, [weight], _keys((linear,)))
         out = summed(part, self.cut)
         return out if linear.bias is None else out + local_replica(linear.bias, self.cut.sequence_parallel)
+
+
+NOT_SHARED = ("", 1, False, False)
+"""Group name, degree, sequence_parallel and regather of products that one rank computes alone."""
 
 
 def _keys(linears: Sequence[nn.Linear]) -> list[Tensor]:
     return [cast(Tensor, linear.gradient_key) for linear in linears]
 
 
+def _products(
+    x: Tensor, cut: TensorCut | None, compiled: bool, weights: Sequence[Tensor], keys: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Y_i = X W_i^T, whose backward returns dX and leaves the dW_i to the store. cut: X is gathered first."""
+    if compiled or cut is not None:
+        return _ProductsOfOneInput.apply(x, cut, compiled, *weights, *keys)
+    kept = _Kept()
+    return _Multiply.apply(_Keep.apply(x, kept, *weights, *keys), kept, *weights)
+
+
 class _Kept:
-    ctx: Any = None
+    """What `_Keep` keeps for `_Multiply`: the context of its call."""
+
+    ctx: Any
+
 
 class _Keep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, keep, *rest):
-        ctx.save_for_backward(x, *rest)
-        keep.ctx = ctx
-        ctx.n = len(rest)
-        return x.view_as(x)
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, *[None]*(1+ctx.n)
+    """x, which is kept for the product that follows, as are the weights and keys.
 
-class _PlainProducts(torch.autograd.Function):
+    A function of its own, because a function keeps its tensors at its end: recompute stops as soon as the last tensor
+    that backward needs is there, and so need not repeat a block's last product.
+    """
+
     @staticmethod
-    def forward(ctx, x, keep, *weights):
-        ctx.keep = keep
-        return tuple(F.linear(x, w) for w in weights)
+    def forward(ctx: Any, x: Tensor, kept: _Kept, *weights_and_keys: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights_and_keys)
+        ctx.others = 1 + len(weights_and_keys)
+        kept.ctx = ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * ctx.others
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: _Kept, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.kept = kept
+        return tuple(F.linear(x, weight) for weight in weights)
+
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
-        x, *rest = ctx.keep.ctx.saved_tensors
-        return _gradients(list(grads), x, rest[: len(grads)], rest[len(grads) :], "", 1, False, False), None, *[None]*len(grads)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *rest = ctx.kept.ctx.saved_tensors
+        count = len(grads)
+        grad_x = _gradients(list(grads), x, rest[:count], rest[count:], *NOT_SHARED)
+        return grad_x, *[None] * (1 + count)
 
 
 class _ProductsOfOneInput(torch.autograd.Function):
-    """Y_i = X W_i^T, whose backward returns dX and leaves the dW_i to the store. cut: X is gathered first."""
+    """`_products` as one function."""
 
     @staticmethod
     def forward(
@@ -273,7 +299,7 @@ class _ProductsOfOneInput(torch.autograd.Function):
         x, *rest = ctx.saved_tensors
         cut: TensorCut | None = ctx.cut
         shared = (
-            ("", 1, False, False)
+            NOT_SHARED
             if cut is None
             else (cut.group_name, cut.degree, cut.sequence_parallel, cut.regather_input)
         )

@@ -104,9 +104,8 @@ def column_products(x: Tensor, weights: Sequence[Tensor], cut: TensorCut) -> Seq
     """x (B, S/t, D) of the residual stream times this rank's W_i^T, W_i (N_i, D): (B, S, N_i) each."""
     if torch.is_grad_enabled():
         return _ColumnProducts.apply(x, cut, *weights)
-    return column_forward(
-        x, weights, cut, keep=False
-    )  # the compiler loses its way in a Function without gradients
+    # The compiler loses its way in a Function without gradients
+    return column_forward(x, weights, cut, keep=False)
 
 
 def row_product(x: Tensor, weight: Tensor, cut: TensorCut) -> Tensor:

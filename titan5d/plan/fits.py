@@ -6,6 +6,7 @@ Also: which ZeRO stage is the least that fits, where the config leaves that open
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from titan5d.config.check import Layout, leaves_zero_stage_open
@@ -29,17 +30,27 @@ def rank_bytes(config: Config, args: ModelArgs, layout: Layout) -> tuple[StateBy
     if config.optimizer.name == "SGD" and not config.optimizer.momentum:
         optimizer = 0
     stored, element = ELEMENT[training.dtype], ELEMENT[training.mixed_precision_param]
-    state = state_bytes(
-        count.total // model_cut,
-        count.largest_unit // topology.tp,
-        layout.zero_stage,
-        topology.dp_shard * topology.cp,
-        stored,
-        element,
-        optimizer * stored // 4,
+    shares = partial(
+        state_bytes,
+        stage=layout.zero_stage,
+        param_bytes=stored,
+        compute_bytes=element,
+        optimizer_bytes=optimizer * stored // 4,
         whole_gradients=_whole_gradients(layout),
-        working_copy=topology.dp * topology.cp > 1 or stored != element,
     )
+    shards, copies = topology.dp_shard * topology.cp, topology.dp * topology.cp > 1 or stored != element
+    if args.n_experts and topology.ep * topology.tp > 1:  # the experts of a block are a unit of their own
+        rest, unit = count.total - count.routed, count.largest_other_unit
+        state = shares(rest // model_cut, unit // topology.tp, shards=shards, working_copy=copies)
+        state += shares(
+            count.routed // (topology.ep * topology.pp),
+            count.routed_layer // topology.ep,
+            shards=topology.efsdp,
+            working_copy=topology.dp_replicate * topology.efsdp > 1 or stored != element,
+        )
+    else:
+        whole = count.total // model_cut, count.largest_unit // topology.tp
+        state = shares(*whole, shards=shards, working_copy=copies)
     tokens = training.local_batch_size * training.seq_len // topology.cp
     blocks = _block_activations(config, args, tokens, element) / model_cut
     head = head_activation_bytes(args, tokens, element, training.loss_chunk_mib * 2**20, topology.tp)

@@ -18,7 +18,7 @@ What is measured: metrics/memory_ledger.py; that both agree: tests/parallel/test
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ class StateBytes:
     optimizer: float
     gathered: float
     buffers: float
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def total(self) -> float:
@@ -96,15 +99,23 @@ def layer_activation_bytes(args: ModelArgs, tokens: int, element_bytes: int, rec
     log-sum-exp of each head and scale of each norm.
     selective: outputs of the products, except the last one, which nothing needs again, and the block's input.
     full: the block's input.
+
+    Of a block with experts, whose load is taken as even: f is the width of the shared experts, and k (3 f_e + 2 h)
+    elements a token come on top, the rows of its k experts, their gate, up, product, and outputs; of these selective
+    keeps k (2 f_e + h). Of dense and other blocks the larger counts.
     """
     heads = args.n_heads * args.head_dim
     kv = args.n_kv_heads * args.head_dim
     if recompute == "full":
         return tokens * args.dim * element_bytes
     half = element_bytes / 2
+    shared, routed = args.n_shared_experts * args.moe_ffn_dim, args.top_k * args.moe_ffn_dim
+    dense = args.ffn_dim if args.n_dense_layers or not args.n_experts else 0
     if recompute == "selective":
-        return tokens * half * (4 * args.dim + 2 * heads + 4 * kv + 4 * args.ffn_dim)
-    per_token = 8 * args.dim + 4 * heads + 4 * kv + 6 * args.ffn_dim
+        feed_forward = max(4 * dense, 4 * (shared + routed) + 2 * args.top_k * args.dim)
+        return tokens * half * (4 * args.dim + 2 * heads + 4 * kv + feed_forward)
+    feed_forward = max(6 * dense, 6 * (shared + routed) + 4 * args.top_k * args.dim)
+    per_token = 8 * args.dim + 4 * heads + 4 * kv + feed_forward
     return tokens * (half * per_token + 4 * args.n_heads + 8)
 
 

@@ -159,12 +159,14 @@ class RunReport:
         }
         if validation_loss is not None and not math.isnan(validation_loss):
             values["validation_loss"] = validation_loss
-        values |= result.routing
+        values |= result.routing.metrics
         if self.pipeline_trace is not None:
             values |= self.pipeline_trace.write(step)
         values |= self.throughput.report().metrics()
         values |= self._memory_of_the_fullest_rank()
         self.logger.log(step, values)
+        if result.routing.load:
+            self.logger.heat_map(step, "moe/load (layers x experts, white = 2 even shares)", result.routing.load)
 
     def _memory_of_the_fullest_rank(self) -> dict[str, float | int]:
         mine = self.memory.snapshot().metrics()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -29,7 +29,7 @@ class StepResult:
         grad_norm: norm of the whole model's gradient before clipping.
         counts: valid targets, tokens and squared document lengths of the global batch.
         updated: False if the step was left out (no valid target, or a gradient that was not finite).
-        routing: metrics of the experts' load, if there are experts.
+        routing: what the routers did, if there are experts.
     """
 
     loss: float
@@ -37,7 +37,7 @@ class StepResult:
     grad_norm: float
     counts: StepCounts
     updated: bool
-    routing: Mapping[str, float] = field(default_factory=dict)
+    routing: routing.Routing = field(default_factory=routing.Routing)
 
 
 def train_step(
