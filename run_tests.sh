@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The checks of this repository: lint, types, tests.   ./run_tests.sh [arguments of pytest]
 #
-#   ./run_tests.sh                             everything
+#   ./run_tests.sh                             everything but the long runs
+#   ./run_tests.sh -m slow                     the long runs
 #   ./run_tests.sh tests/models -k rope        some tests only, without lint and types
 #
 # Uses .venv as run_train.sh does, with the [dev] packages; TITAN5D_PYTHON=/path/to/python takes your own instead.
@@ -34,5 +35,5 @@ step() {
 }
 step ruff check .
 step mypy
-step pytest -n 2 --durations=15 tests integration_tests
+step pytest -n 2 -m "not slow" --durations=25 tests integration_tests
 exit $failed

@@ -194,7 +194,8 @@ def _tensor(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
     if args.n_experts and not par.sequence_parallel:
         problems.append(
             f"parallelism.sequence_parallel = false with tensor_parallel_degree = {tp}: all {tp} ranks would hold the"
-            " same tokens and route them to the same experts, once each; a model with experts needs sequence_parallel = true"
+            " same tokens and route them to the same experts, once each; with experts,"
+            " sequence_parallel = true is needed"
         )
     if misfits := _tensor_misfits(args, tp):
         fitting = [str(n) for n in range(1, args.n_heads + 1) if not _tensor_misfits(args, n)]
