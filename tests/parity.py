@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch._dynamo  # a model on the meta device imports it: once here instead of on each forked rank
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -68,6 +69,7 @@ class Case:
     layout: str = ""
     norm_scale: float = 1.0  # of all norm weights, before the first step
     cpu_offload: bool = False
+    padding: int = 0  # places without a token at the end of every row; with documents
     prepare: Callable[[Decoder], None] | None = None  # changes the model before the first step, alike on all ranks
 
 
@@ -95,6 +97,8 @@ def global_batch(case: Case, step: int) -> list[torch.Tensor]:
         labels[row, mask] = -100
     ends = (torch.rand(rows, seq, generator=generator) < 0.1).int()
     ids = torch.cumsum(ends, dim=1).int() if case.documents else torch.zeros(rows, seq, dtype=torch.int32)
+    if case.padding:
+        ids[:, -case.padding :], labels[:, -case.padding :] = -1, -100
     starts = torch.ones(rows, seq, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     index = torch.arange(seq).expand(rows, seq)

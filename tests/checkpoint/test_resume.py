@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.runs import assert_same_tensors, metrics, run, tensors
+from tests.checkpoint.runs import assert_same_tensors, metrics, run, tensors, words
+from titan5d.launch.local_ranks import run_ranks
+from titan5d.launch.run import train
+from titan5d.train import trainer
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -105,7 +110,7 @@ def load_and_save_again(tmp_path: Path, saved: str, loaded: str) -> None:
     assert any(key.startswith("optimizer.exp_avg_sq.") for key in state)
 
 
-@pytest.mark.parametrize("loaded", ["1", "tp2 x pp2"])
+@pytest.mark.parametrize("loaded", [pytest.param("1", marks=pytest.mark.slow), "tp2 x pp2"])
 def test_what_is_loaded_on_another_layout_is_bitwise_what_was_saved(tmp_path: Path, loaded: str) -> None:
     load_and_save_again(tmp_path, "hsdp 2x2", loaded)
 
@@ -145,7 +150,37 @@ def test_experts_and_their_biases(tmp_path: Path) -> None:
     assert found == {step: line["loss"] for step, line in metrics(tmp_path, "straight").items()}
 
 
-@pytest.mark.parametrize("optimizer", ["Muon", "SGD"])
+def draws(words: list[str]) -> int:
+    """Trains; every step draws from all generators, as dropout would."""
+    step = trainer.train_step
+
+    def with_draws(*args: Any, **kwargs: Any) -> Any:
+        torch.rand(3)
+        random.gauss(0, 1)
+        np.random.standard_normal()
+        return step(*args, **kwargs)
+
+    trainer.train_step = with_draws
+    return train(words)
+
+
+def test_every_rank_gets_its_own_generators_back(tmp_path: Path) -> None:
+    """Case 049."""
+    flags: dict[str, Any] = {"model__n_layers": 2, "training__steps": 3, "checkpoint__interval": 1}
+    assert run_ranks(draws, 2, words(tmp_path, "straight", **flags), timeout=100) == [0, 0]
+    for steps in (1, 3):
+        more = {**flags, "training__steps": steps, "lr_scheduler__total_steps": 3}
+        assert run_ranks(draws, 2, words(tmp_path, "stopped", **more), timeout=100) == [0, 0]
+    one, two = tensors(tmp_path, "straight", 3), tensors(tmp_path, "stopped", 3)
+    assert_same_tensors(one, two)
+    fields = ("torch", "numpy", "numpy_gauss", "python", "python_gauss")
+    for field in fields:
+        mine = [two[f"generators.{rank}.{field}"] for rank in range(2)]
+        earlier = tensors(tmp_path, "straight", 2)[f"generators.0.{field}"]
+        assert not torch.equal(mine[0], mine[1]) and not torch.equal(mine[0], earlier), field
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", pytest.param("SGD", marks=pytest.mark.slow)])
 def test_other_optimizers(tmp_path: Path, optimizer: str) -> None:
     flags: dict[str, Any] = {
         "model__n_layers": 2,

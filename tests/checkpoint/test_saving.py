@@ -43,7 +43,7 @@ def slow_writer(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(async_save, "write_share", slow)
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 def test_the_newest_complete_checkpoints_are_kept(tmp_path: Path, mode: str) -> None:
     """Case 053: k counts complete ones only; foreign names stay."""
     folder = folder_of(tmp_path, "a")
@@ -70,6 +70,7 @@ def test_an_async_checkpoint_holds_its_own_step(tmp_path: Path, monkeypatch: pyt
     assert not torch.equal(first, last)
 
 
+@pytest.mark.slow
 def test_without_a_copy_an_async_checkpoint_would_be_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +177,7 @@ def test_the_last_save_is_weights_in_the_export_type(
     assert "last_save_model_only = false" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_seed_checkpoint_starts_any_layout(tmp_path: Path) -> None:
     assert run(tmp_path, "a", 2, **SMALL, checkpoint__create_seed_checkpoint="true") == [0, 0]
     assert complete_steps(folder_of(tmp_path, "a")) == [0]

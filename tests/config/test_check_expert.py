@@ -95,7 +95,12 @@ def test_width_of_shared_experts() -> None:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "memory"),
-    [("mixtral_8x7b", 64, 80e9), ("qwen3_30b_a3b", 32, 80e9), ("deepseek_v3_671b", 2048, 80e9), ("moe_debug", 2, 2e9)],
+    [
+        ("mixtral_8x7b", 64, 80e9),
+        ("qwen3_30b_a3b", 32, 80e9),
+        ("deepseek_v3_671b", 2048, 80e9),
+        ("moe_debug", 2, 2e9),
+    ],
 )
 def test_train_configs_hold_together_and_fit(name: str, ranks: int, memory: float) -> None:
     config = load_config(["--config", str(CONFIGS / f"{name}.toml")], [])

@@ -24,6 +24,7 @@ UNAVAILABLE: dict[str, tuple[str, object, str]] = {
     "workers that stay": ("training.dataloader.persistent_workers", True, "only false"),
     "validation workers that stay": ("validation.dataloader.persistent_workers", True, "only false"),
     "experts cut": ("parallelism.expert_tensor_parallel_degree", 2, "only 1"),
+    "two batches at once": ("parallelism.pipeline_parallel_expert_parallel_overlap", True, "only false"),
     "other dispatch": ("parallelism.expert_parallel_comm_backend", "deepep", "only 'standard'"),
     "low precision": ("model.converters", ["float8"], "['float8']: low-precision products are not"),
     "traces": ("profiling.enable_profiling", True, "traces are not"),

@@ -61,8 +61,8 @@ CASES = {
     "tensor ranks, experts whole": case(dp_shard=2, tp=2),
     "context ranks, capacity": case(replace(ARGS, balance=BEFORE_W2), cp=2, dp_shard=2, ep=2),
     "context ranks, experts whole": case(replace(ARGS, balance=CAPACITY), cp=2),
-    "context x tensor, capacity, documents": case(
-        replace(ARGS, balance=CAPACITY), cp=2, tp=2, ep=4, documents=True, recompute="full"
+    "context x tensor, capacity, documents, padding": case(
+        replace(ARGS, balance=CAPACITY), cp=2, tp=2, ep=4, documents=True, padding=5, recompute="full"
     ),
     "pipeline, first rank without experts": case(
         replace(ARGS, n_layers=4, n_dense_layers=3), stage=2, pp=2, dp_shard=2, ep=2
@@ -81,7 +81,9 @@ def test_equals_one_process(name: str) -> None:
 
 
 MATRIX = [
-    case(with_experts(experts, top_k, balance=balance), stage, ep=ep, accumulation=acc, recompute=ac, **degrees)
+    case(
+        with_experts(experts, top_k, balance=balance), stage, ep=ep, accumulation=acc, recompute=ac, **degrees
+    )
     for index, (experts, top_k, degrees) in enumerate(
         (experts, top_k, degrees)
         for experts, top_k in ((4, 1), (8, 2), (16, 6))
@@ -120,10 +122,19 @@ def test_eight_ranks(degrees: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [{"dp_shard": 2, "tp": 2, "ep": 4}, {"dp_replicate": 2, "tp": 4, "ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [{"dp_shard": 2, "tp": 2, "ep": 4}, {"dp_replicate": 2, "tp": 4, "ep": 2}], ids=str
+)
 def test_latent_attention_groups_and_a_dense_layer(degrees: dict[str, int]) -> None:
     args = deepseek_v3.FLAVORS["debug"].with_overrides(
-        dim=64, n_layers=3, n_heads=4, ffn_dim=96, vocab_size=256, moe_ffn_dim=32, kv_lora_rank=32, q_lora_rank=40
+        dim=64,
+        n_layers=3,
+        n_heads=4,
+        ffn_dim=96,
+        vocab_size=256,
+        moe_ffn_dim=32,
+        kv_lora_rank=32,
+        q_lora_rank=40,
     )
     stage = 0 if "dp_replicate" in degrees else 3
     assert_parity(case(replace(args, balance=BALANCED), stage, **degrees), timeout=TIMEOUT)
@@ -136,7 +147,9 @@ def test_compiled_beside_tensor_ranks(recompute: str) -> None:
     assert_parity(case(args, dp_shard=2, tp=2, ep=2, compile=True, recompute=recompute), timeout=240)
 
 
-@pytest.mark.parametrize("degrees", [{"dp_shard": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 4}])
+@pytest.mark.parametrize(
+    "degrees", [{"dp_shard": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 4}]
+)
 def test_ranks_start_equal(degrees: dict[str, int]) -> None:
     """Case 090: whoever holds an expert, it starts as on one process, bit by bit."""
     still = replace(case(**degrees), steps=1, lr=0.0)
@@ -197,7 +210,9 @@ def large_experts(model: Decoder) -> None:
             local, first = weight, 0
             if isinstance(weight, DTensor):
                 local = weight.to_local()
-                _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+                _, offset = compute_local_shape_and_global_offset(
+                    weight.shape, weight.device_mesh, weight.placements
+                )
                 first = offset[0]
             local[: max(0, 4 - first)] *= 100
 
@@ -235,5 +250,3 @@ def test_row_pieces_are_the_whole_rows_once() -> None:
         pieces = torch.stack([piece.of(rows) for piece in ranks])
         assert pieces.shape == (8, 2, 2, 3)
         assert torch.equal(ranks[0].join(pieces), rows)
-
-

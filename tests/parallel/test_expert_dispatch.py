@@ -94,7 +94,9 @@ def test_bf16_rows_travel_as_they_are() -> None:
     ):
         assert back.dtype == grad.dtype == torch.bfloat16
         sent = sum(LOADS["one rank gets all"][rank])
-        factor = torch.tensor([1.0, 2.0]).repeat_interleave(torch.tensor(LOADS["one rank gets all"][rank][:2]))
+        factor = torch.tensor([1.0, 2.0]).repeat_interleave(
+            torch.tensor(LOADS["one rank gets all"][rank][:2])
+        )
         assert torch.equal(back[:sent], rows_of(rank).bfloat16()[:sent] * factor[:, None].bfloat16())
 
 

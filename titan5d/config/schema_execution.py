@@ -84,8 +84,8 @@ class Parallelism(Section):
     pipeline_parallel_microbatch_size: int = 1
     """Rows per pipeline micro-batch; divides training.local_batch_size. All rows of an optimizer step on a rank go
     through one pass of the schedule."""
-    pipeline_parallel_expert_parallel_overlap: bool = True
-    """DualPipeV hides the expert all-to-all behind compute."""
+    pipeline_parallel_expert_parallel_overlap: bool = False
+    """DualPipeV: hide the all-to-all of experts behind the other micro-batch of a slot: only false."""
     context_parallel_degree: int = 1
     """Ranks that share one sequence."""
     context_parallel_method: Literal["ring", "allgather", "ulysses"] | None = None

@@ -53,6 +53,11 @@ def unavailable(config: Config) -> list[str]:
             " expert_parallel_degree",
         ),
         (
+            par.pipeline_parallel_expert_parallel_overlap,
+            "parallelism.pipeline_parallel_expert_parallel_overlap = true: the two micro-batches of a slot of DualPipeV"
+            " run one after the other; only false. Shared experts hide the all-to-all with every schedule",
+        ),
+        (
             par.expert_parallel_comm_backend == "deepep",
             "parallelism.expert_parallel_comm_backend = 'deepep': not used; only 'standard' (all-to-all)",
         ),

@@ -114,6 +114,8 @@ class Meshes:
         """Sets the time limit of every collective; subgroups do not inherit the world's."""
         parameters = [self.parameters.get_group(axis) for axis in ("pp", "dp_replicate", "tp")]
         pipeline = [] if self.pipeline is None else [self.pipeline.up]
-        experts = [] if self.experts is None else [self.experts.get_group(axis) for axis in ("pp", "dp_replicate")]
+        experts = (
+            [] if self.experts is None else [self.experts.get_group(axis) for axis in ("pp", "dp_replicate")]
+        )
         for group in [*self.groups().values(), *parameters, *pipeline, *experts, dist.group.WORLD]:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
