@@ -253,7 +253,7 @@ def test_all_checks_run_with_the_dev_packages(clone: Clone, script: str):
     log = clone.log()
     assert any(line.endswith(f"[-e] [{clone.folder}[dev]]") for line in log if "[install]" in line)
     assert [line.split()[2] for line in log[-3:]] == ["[ruff]", "[mypy]", "[pytest]"]
-    assert "[--durations=15]" in log[-1]
+    assert "[-m] [not slow]" in log[-1]
     for module in ("ruff", "mypy", "pytest"):
         assert f"== {module}: " in out
 

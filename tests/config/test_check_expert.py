@@ -85,7 +85,7 @@ def test_zero() -> None:
 
 def test_tensor_ranks_without_sequence_parallelism() -> None:
     found = problem(2, 2, tensor_parallel_degree=2, sequence_parallel=False)
-    assert "sequence_parallel = false" in found and found.endswith("needs sequence_parallel = true")
+    assert "sequence_parallel = false" in found and found.endswith("sequence_parallel = true is needed")
 
 
 def test_width_of_shared_experts() -> None:

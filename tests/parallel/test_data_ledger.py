@@ -24,8 +24,9 @@ from titan5d.train.loss import normalized
 from titan5d.train.step import forward, train_step
 
 CPU = torch.device("cpu")
-COUNT = count_parameters(TINY)
-UNITS = [COUNT.embedding, *[COUNT.layer] * TINY.n_layers, COUNT.head]
+ARGS = replace(TINY, n_layers=2)
+COUNT = count_parameters(ARGS)
+UNITS = [COUNT.embedding, *[COUNT.layer] * ARGS.n_layers, COUNT.head]
 P = sum(UNITS)
 
 
@@ -135,14 +136,17 @@ def assert_same(found: Totals, expected: Totals) -> None:
 
 CASES = {
     **{
-        f"stage {stage}, 2 ranks, 4 micro-batches": Case(Topology(dp_shard=2), stage, 4) for stage in range(4)
+        f"stage {stage}, 2 ranks, 4 micro-batches": Case(Topology(dp_shard=2), stage, 4, args=ARGS)
+        for stage in range(4)
     },
-    **{f"stage {stage}, 4 ranks": Case(Topology(dp_shard=4), stage) for stage in range(4)},
+    **{f"stage {stage}, 4 ranks": Case(Topology(dp_shard=4), stage, args=ARGS) for stage in range(4)},
     **{
-        f"stage {stage}, 2 x 2 ranks, 2 micro-batches": Case(Topology(dp_replicate=2, dp_shard=2), stage, 2)
+        f"stage {stage}, 2 x 2 ranks, 2 micro-batches": Case(
+            Topology(dp_replicate=2, dp_shard=2), stage, 2, args=ARGS
+        )
         for stage in (1, 2, 3)
     },
-    "stage 2, bf16": Case(Topology(dp_shard=2), 2, dtype=torch.bfloat16),
+    "stage 2, bf16": Case(Topology(dp_shard=2), 2, dtype=torch.bfloat16, args=ARGS),
 }
 
 
@@ -158,7 +162,7 @@ def test_stages_against_one_all_reduce() -> None:
     """ZeRO paper, section 7: stages 1 and 2 move what all-reduce moves, stage 3 half as much again."""
     sent = {}
     for stage in range(4):
-        totals = run_ranks(_two_steps, 2, Case(Topology(dp_shard=2), stage))[0][0]
+        totals = run_ranks(_two_steps, 2, Case(Topology(dp_shard=2), stage, args=ARGS))[0][0]
         sent[stage] = sum(traffic.bytes for traffic in totals.values())
     assert sent[0] == sent[1] == sent[2] == 2 * P * 4 / 2
     assert sent[3] / sent[0] == pytest.approx(1.5 - UNITS[-1] / P / 2)  # the last unit is not gathered again
@@ -179,14 +183,16 @@ def test_when_a_step_communicates(stage: int) -> None:
         2: [{**gathered, reduced: once}, *[{reduced: once}] * 3],
         3: [{**gathered, reduced: once}] * 4,
     }[stage]
-    for found in run_ranks(_each_micro_batch, 2, Case(Topology(dp_shard=2), stage, accumulation=4)):
+    for found in run_ranks(
+        _each_micro_batch, 2, Case(Topology(dp_shard=2), stage, accumulation=4, args=ARGS)
+    ):
         for micro_batch, traffic in zip(found, [*expected, NO_TRAFFIC], strict=True):
             assert_same(micro_batch, traffic)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_replicas_are_summed_once_a_step(stage: int) -> None:
-    case = Case(Topology(dp_replicate=2, dp_shard=2), stage, accumulation=2)
+    case = Case(Topology(dp_replicate=2, dp_shard=2), stage, accumulation=2, args=ARGS)
     for first, last, update in run_ranks(_each_micro_batch, 4, case):
         assert ("replicas", "all_reduce") not in first
         assert last["replicas", "all_reduce"] == ring(1.0, len(UNITS), P // 2)
@@ -197,7 +203,7 @@ def test_replicas_are_summed_once_a_step(stage: int) -> None:
 
 
 def test_regrouped_shards_are_gathered_in_their_group() -> None:
-    case = Case(Topology(dp_shard=4), stage=3, accumulation=2, reshard_degree=2)
+    case = Case(Topology(dp_shard=4), stage=3, accumulation=2, reshard_degree=2, args=ARGS)
     for rank, found in enumerate(run_ranks(_two_steps, 4, case)):
         group = "ranks 0,1" if rank < 2 else "ranks 2,3"
         expected = {

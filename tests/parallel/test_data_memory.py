@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.test_data_ledger import COUNT, CPU, P, start
+from tests.parallel.test_data_ledger import CPU, start
 from tests.parity import TINY, Case
 from titan5d.launch.local_ranks import run_ranks
 from titan5d.metrics.memory_ledger import MemoryLedger, MemoryUse
+from titan5d.models.args import count_parameters
 from titan5d.parallel.data import before_microbatch
 from titan5d.plan.memory import StateBytes, head_activation_bytes, layer_activation_bytes, state_bytes
 from titan5d.topology import Topology
 from titan5d.train.loss import normalized
 from titan5d.train.step import forward
 
+COUNT = count_parameters(TINY)
+P = COUNT.total
 STEP_COUNTS = 4 * (3 + 9 * TINY.n_layers)  # Adam counts its steps in one fp32 number a tensor
 FREQUENCIES = 4 * TINY.head_dim // 2  # of the rotary embedding, a buffer
 

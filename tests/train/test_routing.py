@@ -12,14 +12,18 @@ from torch.distributed.tensor import DTensor
 from tests.models.test_moe import TINY_M
 from tests.parity import UNEQUAL, Case, assert_parity, layout, reference
 from titan5d.config.schema_execution import ActivationCheckpoint, Compile
+from titan5d.data.dataset import MicroBatch
 from titan5d.launch.local_ranks import run_ranks
 from titan5d.models import deepseek_v3
 from titan5d.models.args import Balance, ModelArgs
+from titan5d.models.decoder import Decoder
 from titan5d.models.router import Router
 from titan5d.parallel.apply import build_parallel_model
 from titan5d.parallel.data import DataParallel
 from titan5d.parallel.mesh import Meshes
 from titan5d.topology import Topology
+from titan5d.train.loss import count_step
+from titan5d.train.routing import begin_step
 
 BALANCED = Balance(aux_loss_coefficient=0.05, z_loss_coefficient=0.01, bias_update_rate=0.001)
 ARGS = replace(TINY_M, n_layers=2, balance=BALANCED)
@@ -48,7 +52,14 @@ def test_data_parallel_and_accumulation(ranks: int, accumulation: int, stage: in
 
 def test_latent_attention_sigmoid_scores_and_groups() -> None:
     args = deepseek_v3.FLAVORS["debug"].with_overrides(
-        dim=64, n_layers=3, n_heads=4, ffn_dim=96, vocab_size=256, moe_ffn_dim=32, kv_lora_rank=32, q_lora_rank=40
+        dim=64,
+        n_layers=3,
+        n_heads=4,
+        ffn_dim=96,
+        vocab_size=256,
+        moe_ffn_dim=32,
+        kv_lora_rank=32,
+        q_lora_rank=40,
     )
     assert_parity(case(Topology(dp_shard=2), replace(args, balance=BALANCED), accumulation=2))
 
@@ -82,6 +93,26 @@ def test_micro_batch_statistics_are_those_of_equal_micro_batches() -> None:
         assert (ranks.gradients[name] - expected).abs().max() <= 1e-5 * scale, name
         if name.endswith("router.weight"):
             assert (whole.gradients[name] - expected).abs().max() > 1e-2 * scale
+
+
+def factors_of_a_step(kind: Any) -> list[float]:
+    """What a router divides by: 8 rows of 16 places, 20 of them padding, in 4 micro-batches on 2 ranks."""
+    meshes = Meshes(Topology(dp_shard=2), "cpu")
+    ids = torch.zeros(2, 16, dtype=torch.int32)
+    ids[0, 11:] = -1
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    batches = [MicroBatch(tokens, tokens, tokens, ids, torch.arange(2), 32) for _ in range(2)]
+    model = Decoder(replace(ARGS, balance=replace(BALANCED, aux_loss_kind=kind)))
+    begin_step(model, count_step(batches, meshes.group("batch"), torch.device("cpu")))
+    return model.routers()["1"].factors.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("sequence", 8), ("micro_batch", 4), ("global_batch", 8 * 16 - 20)]
+)
+def test_losses_are_divided_by_counts_of_the_whole_step(kind: str, parts: int) -> None:
+    for factors in run_ranks(factors_of_a_step, 2, kind):
+        assert factors == pytest.approx([0.05 / parts, 0.01 / (8 * 16 - 20)])
 
 
 def test_the_losses_count() -> None:

@@ -96,6 +96,8 @@ def _child(
         data = pickle.dumps(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
     with os.fdopen(write_end, "wb") as pipe:
         pipe.write(data)
+    # A rank that is done stays until the parent has heard from all and ends it: a slower one may still be connecting.
+    time.sleep(timeout)
     os._exit(0)
 
 
