@@ -29,7 +29,11 @@ UNAVAILABLE: dict[str, tuple[str, object, str]] = {
     "low precision": ("model.converters", ["float8"], "['float8']: low-precision products are not"),
     "traces": ("profiling.enable_profiling", True, "traces are not"),
     "snapshots": ("profiling.enable_memory_snapshot", True, "traces are not"),
-    "quantized weights": ("checkpoint.initial_load_in_hf_quantized", True, "start from the unquantized model"),
+    "quantized weights": (
+        "checkpoint.initial_load_in_hf_quantized",
+        True,
+        "start from the unquantized model",
+    ),
 }
 
 
