@@ -1,6 +1,6 @@
 """ZeRO-2 and ZeRO-3 against FSDP2 written by hand, and eight micro-batches in one step against eight steps of one.
 
-    python integration_tests/bench/data_parallel.py [--ranks 2,4] [--steps 20] [--precision float32]
+    python integration_tests/bench/data_parallel.py [--ranks 2,4] [--steps 10] [--precision float32]
 
 `train_step` and the loop by hand have the same model, wrapping, optimizer and batches, on the same forked ranks. Steps
 alternate, so that a slow moment of the machine meets both; medians are compared. CPU seconds (the mean over ranks) are
@@ -37,18 +37,19 @@ from titan5d.topology import Topology
 from titan5d.train.step import train_step
 
 SIZES = ModelArgs(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=2048)
-ROWS, SEQ, ACCUMULATION = 2, 256, 8
+ACCUMULATION = 8
+LONG, SHORT = (4, 512), (1, 256)  # rows and tokens of a micro-batch
 CPU = torch.device("cpu")
 Step = Callable[[list[MicroBatch]], None]
 
 
-def batches(count: int) -> list[MicroBatch]:
+def batches(count: int, shape: tuple[int, int]) -> list[MicroBatch]:
     """Micro-batches of random tokens, other ones on each rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (count, ROWS, SEQ + 1)
-    tokens = torch.randint(SIZES.vocab_size, shape, generator=generator)
-    positions = torch.arange(SEQ).expand(ROWS, SEQ)
-    return [MicroBatch(row[:, :-1], row[:, 1:], positions, None, [], ROWS * SEQ) for row in tokens]
+    rows, seq_len = shape
+    tokens = torch.randint(SIZES.vocab_size, (count, rows, seq_len + 1), generator=generator)
+    positions = torch.arange(seq_len).expand(rows, seq_len)
+    return [MicroBatch(part[:, :-1], part[:, 1:], positions, None, [], rows * seq_len) for part in tokens]
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -86,12 +87,14 @@ def by_hand_step(meshes: Meshes, stage: int, dtype: torch.dtype) -> Step:
     optimizer = optimizer_of(model)
 
     def step(micro_batches: list[MicroBatch]) -> None:
-        total = 0.0
+        total = torch.zeros(())
         for batch in micro_batches:
             loss_sum, _ = model(batch.tokens, batch.positions, None, batch.labels)
-            loss = loss_sum / (ROWS * SEQ * len(micro_batches))
+            loss = loss_sum / (batch.labels.numel() * len(micro_batches))
             loss.backward()
-            total += loss.item()
+            total += loss.detach()
+        dist.all_reduce(total)  # to be logged
+        total.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -118,13 +121,17 @@ def timed(steps: dict[str, Callable[[], None]], warmup: int, rounds: int) -> dic
 
 def against_by_hand(stage: int, rounds: int, dtype: torch.dtype) -> dict[str, Any]:
     meshes = Meshes(Topology(dp_shard=dist.get_world_size()), "cpu")
-    ours, theirs, batch = titan5d_step(meshes, stage, dtype), by_hand_step(meshes, stage, dtype), batches(1)
+    ours, theirs, batch = (
+        titan5d_step(meshes, stage, dtype),
+        by_hand_step(meshes, stage, dtype),
+        batches(1, LONG),
+    )
     return timed({"titan5d": lambda: ours(batch), "by hand": lambda: theirs(batch)}, 3, rounds)
 
 
 def accumulated(stage: int, rounds: int, dtype: torch.dtype) -> dict[str, Any]:
     meshes = Meshes(Topology(dp_shard=dist.get_world_size()), "cpu")
-    step, pieces = titan5d_step(meshes, stage, dtype), batches(ACCUMULATION)
+    step, pieces = titan5d_step(meshes, stage, dtype), batches(ACCUMULATION, SHORT)
 
     def separate() -> None:
         for piece in pieces:
@@ -136,7 +143,7 @@ def accumulated(stage: int, rounds: int, dtype: torch.dtype) -> dict[str, Any]:
         with CommunicationLedger(meshes.groups()) as ledger:
             call()
         sent[name] = ledger.total().bytes
-    return timed(calls, 0, max(3, rounds // ACCUMULATION)) | {"sent": sent}
+    return timed(calls, 0, max(3, rounds // 2)) | {"sent": sent}
 
 
 def main() -> None:
@@ -144,7 +151,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
     options = parser.parse_args()
     dtype = getattr(torch, options.precision)
@@ -156,7 +163,7 @@ def main() -> None:
         for stage in (2, 3):
             found = run_ranks(against_by_hand, n, stage, options.steps, dtype, timeout=600)[0]
             ours, theirs = found["titan5d"], found["by hand"]
-            tps = [n * ROWS * SEQ / wall for wall, _ in (ours, theirs)]
+            tps = [n * LONG[0] * LONG[1] / wall for wall, _ in (ours, theirs)]
             print(
                 f"{n:5} {stage:5}  {tps[0]:10.0f} t/s {tps[1]:10.0f} t/s  {theirs[0] / ours[0]:14.3f}"
                 f"  {theirs[1] / ours[1]:14.3f}"

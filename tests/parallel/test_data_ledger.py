@@ -62,8 +62,9 @@ class Run:
 def start(case: Case) -> Run:
     meshes = Meshes(case.topology, "cpu")
     plan = DataParallel(case.stage, case.reshard_degree, param_dtype=case.dtype)
+    recompute = ActivationCheckpoint(mode=case.recompute)  # type: ignore[arg-type]
     model = build_parallel_model(
-        case.args, meshes, plan, ActivationCheckpoint(), Compile(), torch.float32, seed=5, device=CPU
+        case.args, meshes, plan, recompute, Compile(), torch.float32, seed=5, device=CPU
     )
     optimizer = torch.optim.AdamW(model.parameters())
     return Run(case, meshes, model, optimizer, micro_batches(case, 0, meshes.dp_rank))
@@ -146,6 +147,9 @@ CASES = {
         )
         for stage in (1, 2, 3)
     },
+    "stage 3, recomputed: no unit is gathered for it": Case(
+        Topology(dp_shard=2), 3, recompute="full", args=ARGS
+    ),
     "stage 2, bf16": Case(Topology(dp_shard=2), 2, dtype=torch.bfloat16, args=ARGS),
 }
 
