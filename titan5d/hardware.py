@@ -11,7 +11,9 @@ per GPU outside. Latencies are rules of thumb for one hop of a collective, good 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 TERA = 1e12
 GB = 1e9
@@ -247,3 +249,15 @@ def find_device(name: str) -> Device | None:
 def device_names() -> tuple[str, ...]:
     """The short names, for help texts and error messages."""
     return tuple(device.name for device in DEVICES)
+
+
+def host_memory_limit() -> int:
+    """Bytes of host memory this process may use: the machine's, or a container's limit when that is lower."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [machine]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):
+            continue  # no such control group, or its limit is "max"
+    return min(limits)

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from titan5d.metrics.memory import GIB, MemoryMonitor, host_memory_limit
+from titan5d.hardware import host_memory_limit
+from titan5d.metrics.memory import GIB, MemoryMonitor
 
 MIB = 1024**2
 

@@ -39,7 +39,7 @@ def memory(monkeypatch: pytest.MonkeyPatch):
     """Sets the bytes that the machine has."""
 
     def set_memory(size: float) -> None:
-        monkeypatch.setattr(fits, "machine_memory", lambda: size)
+        monkeypatch.setattr(fits, "host_memory_limit", lambda: size)
 
     return set_memory
 
@@ -112,7 +112,7 @@ def test_a_run_is_refused_when_not_even_stage_3_fits(memory) -> None:
 def _settled(sizes: list[float], stage_asked: int | None) -> int:
     config = config_of(global_batch_size=16)
     config.parallelism.zero_stage = stage_asked  # type: ignore[assignment]
-    fits.machine_memory = lambda: sizes[dist.get_rank()]
+    fits.host_memory_limit = lambda: sizes[dist.get_rank()]
     layout = check(config, ARGS, 2)
     return settle_zero_stage(config, ARGS, layout, CPU, 1).zero_stage
 

@@ -174,9 +174,10 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str], nodes: Nodes) -> Ru
         args = model_args(config.model, config.moe, config.debug.moe_force_load_balance)
         layout = check(config, args, ranks * nodes.count)
         if device == "cpu":  # with GPUs each rank asks its own
-            from titan5d.plan.fits import machine_memory, memory_problems
+            from titan5d.hardware import host_memory_limit
+            from titan5d.plan.fits import memory_problems
 
-            misfits = memory_problems(config, args, layout, device, ranks) + too_many(ranks, machine_memory())
+            misfits = memory_problems(config, args, layout, device, ranks) + too_many(ranks, host_memory_limit())
             if misfits:
                 raise ConfigError(misfits)
     except ConfigError as error:

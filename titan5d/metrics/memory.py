@@ -8,12 +8,13 @@ set, so it also holds the interpreter and the libraries (about 0.3 GiB).
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from titan5d.hardware import host_memory_limit
 
 GIB = 1024**3
 
@@ -105,15 +106,3 @@ def resident_set() -> tuple[int, int]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024
         return peak, peak
-
-
-def host_memory_limit() -> int:
-    """Bytes of host memory this process may use: the machine's, or a container's limit when that is lower."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [machine]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):
-            continue  # no such control group, or its limit is "max"
-    return min(limits)

@@ -29,6 +29,15 @@ def common_fields(args: ModelArgs) -> dict[str, Any]:
     }
 
 
+def unlike(args: ModelArgs, family: str, fixed: Mapping[str, Any]) -> list[str]:
+    """A sentence for every size that has another value than the only one Hugging Face's `family` knows."""
+    return [
+        f"{key} = {getattr(args, key)!r}: Hugging Face's {family} has only {only!r}"
+        for key, only in fixed.items()
+        if getattr(args, key) != only
+    ]
+
+
 def read_common(
     config: Mapping[str, Any], only: Mapping[str, Any], required: tuple[str, ...] = REQUIRED
 ) -> dict[str, Any]:

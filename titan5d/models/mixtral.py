@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan5d.models.args import ModelArgs
-from titan5d.models.hf_config import REQUIRED, checked, common_fields, read_common
+from titan5d.models.hf_config import REQUIRED, checked, common_fields, read_common, unlike
 from titan5d.models.hf_names import (
     HFNames,
     attention_names,
@@ -90,11 +90,7 @@ def to_hf_config(args: ModelArgs) -> dict[str, Any]:
         "router_scale": 1.0,
         "n_expert_groups": 1,
     }
-    problems = [
-        f"{key} = {getattr(args, key)!r}: Hugging Face's Mixtral has only {only!r}"
-        for key, only in fixed.items()
-        if getattr(args, key) != only
-    ]
+    problems = unlike(args, "Mixtral", fixed)
     if not args.n_experts:
         problems.append("n_experts = 0: Hugging Face's Mixtral has experts in every layer")
     if problems:

@@ -22,7 +22,6 @@ from titan5d.parallel.attention_blocks import (
     add_gradients,
     attend_block,
     block_gradients,
-    choose_block_kernels,
 )
 from titan5d.parallel.attention_op import attention_op, group_named
 from titan5d.parallel.block_plan import RingPlan, plan_ring
@@ -97,37 +96,6 @@ def _start_gather(
     return gathered, _all_gather(gathered.flatten(0, 1), torch.stack((k, v)), group=group, async_op=True)
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    zigzag: bool,
-    group_name: str | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    plan, group = _plan(q, documents, zigzag, group_name)
-    kernels = choose_block_kernels(q.device.type, q.dtype, q.shape[-1])
-    return allgather_forward(q, k, v, plan, group, kernels, scale)
-
-
-def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    documents: Tensor | None,
-    zigzag: bool,
-    group_name: str | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    plan, group = _plan(q, documents, zigzag, group_name)
-    kernels = choose_block_kernels(q.device.type, q.dtype, q.shape[-1])
-    return allgather_backward(grad_out, q, k, v, out, lse, plan, group, kernels, scale)
-
-
 def _plan(
     q: Tensor, documents: Tensor | None, zigzag: bool, group_name: str | None
 ) -> tuple[RingPlan, dist.ProcessGroup]:
@@ -136,7 +104,9 @@ def _plan(
     return plan_ring(cut, group.rank(), q.shape[0], q.shape[1], documents, q.device), group
 
 
-allgather_attention = attention_op("titan5d::allgather_attention", _forward, _backward)
+allgather_attention = attention_op(
+    "titan5d::allgather_attention", _plan, allgather_forward, allgather_backward
+)
 """(q, k, v, documents, zigzag, group name, scale) -> (out, lse)."""
 
 

@@ -13,26 +13,67 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan5d.parallel.attention_blocks import choose_block_kernels
+from titan5d.parallel.block_plan import RingPlan
+
+Prepare = Callable[[Tensor, Tensor | None, bool, str | None], tuple[RingPlan, Any]]
+"""(q, documents, zigzag, group_name) -> who computes what, and how tensors get there."""
+
 
 def attention_op(
     name: str,
+    prepare: Prepare,
     forward: Callable[..., tuple[Tensor, Tensor]],
     backward: Callable[..., tuple[Tensor, Tensor]],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """The operator `name` ("namespace::name") and, beside it, `name`_backward.
 
+    The operator is (q, k, v, documents, zigzag, group_name, scale) -> (out, lse), where
+        q is (B, L, n_heads, head_dim), k and v (B, L, n_kv_heads, head_dim): this rank's piece of each row;
+        documents is (B, S) int32 on the host, from `prepare_documents`, or None: every row is one document;
+        zigzag says how the rows were cut and group_name over which ranks; scale is the factor on the scores;
+        out is shaped as q, lse (B, L, n_heads) in fp32.
+
     Args:
-        forward: (q, k, v, documents, zigzag, group_name, scale) -> (out, lse), where
-            q is (B, L, n_heads, head_dim), k and v (B, L, n_kv_heads, head_dim): this rank's piece of each row;
-            documents is (B, S) int32 on the host, from `prepare_documents`, or None: every row is one document;
-            zigzag says how the rows were cut and group_name over which ranks; scale is the factor on the scores;
-            out is shaped as q, lse (B, L, n_heads) in fp32.
-        backward: (grad_out, q, k, v, out, lse, documents, zigzag, group_name, scale) ->
-            (dq, dkv), dkv being dk and dv stacked: (2, B, L, n_kv_heads, head_dim).
-        Both need annotated parameters (torch reads the operator's schema from them) and return new tensors.
+        prepare: makes plan and transport, first thing in either direction.
+        forward: (q, k, v, plan, transport, kernels, scale) -> (out, lse).
+        backward: (grad_out, q, k, v, out, lse, plan, transport, kernels, scale) -> (dq, dkv), dkv being dk and dv
+            stacked: (2, B, L, n_kv_heads, head_dim).
+        Both return new tensors.
     """
-    op = torch.library.custom_op(name, forward, mutates_args=())
-    gradient_op = torch.library.custom_op(f"{name}_backward", backward, mutates_args=())
+
+    # The annotations are the operators' schema: torch reads them.
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        zigzag: bool,
+        group_name: str | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        plan, transport = prepare(q, documents, zigzag, group_name)
+        kernels = choose_block_kernels(q.device.type, q.dtype, q.shape[-1])
+        return forward(q, k, v, plan, transport, kernels, scale)
+
+    def attend_backward(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        documents: Tensor | None,
+        zigzag: bool,
+        group_name: str | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        plan, transport = prepare(q, documents, zigzag, group_name)
+        kernels = choose_block_kernels(q.device.type, q.dtype, q.shape[-1])
+        return backward(grad_out, q, k, v, out, lse, plan, transport, kernels, scale)
+
+    op = torch.library.custom_op(name, attend, mutates_args=())
+    gradient_op = torch.library.custom_op(f"{name}_backward", attend_backward, mutates_args=())
 
     def fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         lse_dtype = torch.promote_types(q.dtype, torch.float32)

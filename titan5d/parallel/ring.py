@@ -30,7 +30,6 @@ from titan5d.parallel.attention_blocks import (
     add_gradients,
     attend_block,
     block_gradients,
-    choose_block_kernels,
 )
 from titan5d.parallel.attention_op import attention_op, group_named
 from titan5d.parallel.block_plan import RingPlan, plan_ring
@@ -175,37 +174,6 @@ def _alone(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor,
     return _nothing
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    zigzag: bool,
-    group_name: str | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    plan, exchange = _ring(q, documents, zigzag, group_name)
-    kernels = choose_block_kernels(q.device.type, q.dtype, q.shape[-1])
-    return ring_forward(q, k, v, plan, exchange, kernels, scale)
-
-
-def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    documents: Tensor | None,
-    zigzag: bool,
-    group_name: str | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    plan, exchange = _ring(q, documents, zigzag, group_name)
-    kernels = choose_block_kernels(q.device.type, q.dtype, q.shape[-1])
-    return ring_backward(grad_out, q, k, v, out, lse, plan, exchange, kernels, scale)
-
-
 def _ring(
     q: Tensor, documents: Tensor | None, zigzag: bool, group_name: str | None
 ) -> tuple[RingPlan, Exchange]:
@@ -216,7 +184,7 @@ def _ring(
     return plan_ring(cut, group.rank(), q.shape[0], q.shape[1], documents, q.device), PointToPoint(group)
 
 
-ring_attention = attention_op("titan5d::ring_attention", _forward, _backward)
+ring_attention = attention_op("titan5d::ring_attention", _ring, ring_forward, ring_backward)
 """(q, k, v, documents, zigzag, group name, scale) -> (out, lse). Group None: a ring of one, the rows are whole."""
 
 

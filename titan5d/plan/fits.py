@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from titan5d.config.check import Layout, leaves_zero_stage_open
 from titan5d.config.schema import Config
+from titan5d.hardware import host_memory_limit
 from titan5d.models.args import ModelArgs, count_parameters
 from titan5d.plan.memory import StateBytes, head_activation_bytes, layer_activation_bytes, state_bytes
 
@@ -118,7 +118,7 @@ def device_memory(device_type: str, ranks_here: int) -> tuple[float, str]:
         import torch  # only here: the checks before a CPU run start must be quick
 
         return float(torch.cuda.get_device_properties(0).total_memory), "this GPU"
-    return machine_memory() / ranks_here, f"this machine ({ranks_here} CPU ranks)"
+    return host_memory_limit() / ranks_here, f"this machine ({ranks_here} CPU ranks)"
 
 
 def memory_problems(
@@ -144,13 +144,3 @@ def memory_problems(
         " devices, shard more (a higher zero_stage, more ranks), recompute (activation_checkpoint.mode = 'full'), or"
         " take a smaller model.flavor"
     ]
-
-
-def machine_memory() -> float:
-    """Bytes of memory this machine, or the container the process runs in, can give."""
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total = float(meminfo["MemTotal"].split()[0]) * 1024
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if limit.is_file() and limit.read_text().strip().isdigit():
-            total = min(total, float(limit.read_text()))
-    return total
