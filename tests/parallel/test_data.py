@@ -25,6 +25,13 @@ def test_four_ranks_with_a_clip_that_bites(stage: int) -> None:
     assert_parity(Case(Topology(dp_shard=4), stage=stage, accumulation=2, max_norm=0.1, steps=2))
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_four_ranks(stage: int, accumulation: int) -> None:
+    case = Case(Topology(dp_shard=4), stage=stage, accumulation=accumulation, valid=2 * UNEQUAL)
+    assert_parity(case)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4), (4, 2)], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_hsdp(shape: tuple[int, int], stage: int) -> None:
