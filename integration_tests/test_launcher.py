@@ -28,9 +28,10 @@ RANK = """
 NODE = """
     import os, sys
     from titan5d.launch.supervise import supervise
-    from titan5d.launch.torchrun_ranks import read_nodes, torchrun
+    from titan5d.launch.nodes import read_nodes, torchrun
     nodes, (program, status, ranks) = read_nodes(os.environ), sys.argv[1:]
-    sys.exit(supervise([*torchrun(nodes, int(ranks)), program, status], os.environ, int(ranks), nodes.waiting(), 60))
+    waiting = nodes.waiting if nodes.count > 1 else None
+    sys.exit(supervise([*torchrun(nodes, int(ranks)), program, status], os.environ, int(ranks), waiting, 60))
 """
 
 

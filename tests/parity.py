@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch._dynamo  # a model on the meta device imports it: once here instead of on each forked rank
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from titan5d.config.pipeline_plan import PipelinePlan
 from titan5d.config.schema_execution import ActivationCheckpoint, Compile
@@ -30,6 +28,8 @@ from titan5d.parallel.tensor import TensorParallel
 from titan5d.schedules import catalog, stages
 from titan5d.topology import Topology
 from titan5d.train.step import train_step
+from titan5d.verify.compare import relative_error
+from titan5d.verify.gather import all_stages, whole
 
 TINY = ModelArgs(
     dim=64, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=128, vocab_size=256, max_seq_len=64
@@ -149,7 +149,7 @@ def run_case(case: Case) -> Outcome:
     def keep_gradients(*_: object) -> None:
         if not outcome.gradients:
             grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            outcome.gradients = all_stages(_whole(grads), meshes, case)
+            outcome.gradients = all_stages(whole(grads), meshes.group("pp"), case.args.tie_embeddings)
 
     optimizer.register_step_pre_hook(keep_gradients)
     for step in range(case.steps):
@@ -161,7 +161,7 @@ def run_case(case: Case) -> Outcome:
     saved = dict(model.named_parameters())
     for name, router in model.routers().items():  # buffers that are saved
         saved |= {f"layers.{name}.router.bias": router.bias, f"layers.{name}.router.load": router.load.float()}
-    outcome.weights = all_stages(_whole(saved), meshes, case)
+    outcome.weights = all_stages(whole(saved), meshes.group("pp"), case.args.tie_embeddings)
     return outcome
 
 
@@ -187,22 +187,6 @@ def build_pipeline(case: Case, meshes: Meshes, model: torch.nn.Module) -> Pipeli
     sequence_ranks = case.topology.cp * (case.topology.tp if sequence_parallel else 1)
     device = torch.device("cpu")
     return Pipeline(model, plan, meshes.pipeline, sequence_ranks, case.dtype, device, case.stage)
-
-
-def all_stages(
-    mine: dict[str, torch.Tensor], meshes: Meshes, case: Case
-) -> dict[str, torch.Tensor]:
-    """The tensors of all pipeline ranks. Two copies of a tied matrix must be equal and become one."""
-    if case.topology.pp == 1:
-        return mine
-    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(case.topology.pp)]
-    dist.all_gather_object(parts, mine, group=meshes.group("pp"))
-    names = [name for part in parts for name in part]
-    assert len(names) == len(set(names)), "a parameter is on two stages"
-    whole = {name: tensor for part in parts for name, tensor in part.items()}
-    if case.args.tie_embeddings:
-        assert torch.equal(whole.pop("output.weight"), whole["tok_embeddings.weight"])
-    return whole
 
 
 @torch.no_grad()
@@ -268,16 +252,3 @@ def close(found: Sequence[float], expected: Sequence[float], tolerance: float, w
         assert abs(ours - theirs) <= tolerance * max(abs(theirs), 1e-30), (
             f"{what} at step {step}: {ours} != {theirs}"
         )
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest absolute difference over largest absolute value."""
-    assert found.shape == expected.shape
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
-
-
-def _whole(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in parameters.items()
-    }

@@ -13,7 +13,11 @@ USAGE = """usage: titan5d COMMAND [arguments]
   data       `data build` tokenizes text into shards, `data info` describes them
   checkpoint ls, inspect, verify: look at checkpoints and check them
   convert    to-hf, from-hf: checkpoints to and from Hugging Face's format
+  plan       will it fit, how fast will it be, which layout is best: --config NAME --gpus N --gpu NAME; --search
+  dryrun     run one step of a world of any size without devices: --config NAME|FILE --world N [--rank R|--all-kinds]
   schedule   draw, simulate and compare pipeline schedules
+  verify     prove that a config's cuts train the model of one process: --config NAME|FILE [--layouts LIST]
+  diagnose   say why a run hung or failed, from the records in its folder: RUN_FOLDER [--json]
 
 Start several ranks with ./run_train.sh or torchrun; exit status 0 done, 2 refused, 3 stopped by a signal, 1 else."""
 
@@ -43,6 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         from titan5d.schedules import cli as schedule_cli
 
         return _run("schedule", schedule_cli, rest)
+    if command == "plan":
+        from titan5d.plan.cli import main as plan
+
+        return plan(rest)
+    if command == "dryrun":
+        from titan5d.dryrun.cli import main as dryrun
+
+        return dryrun(rest)
+    if command == "verify":
+        from titan5d.verify.cli import main as verify
+
+        return verify(rest)
+    if command == "diagnose":
+        from titan5d.launch.diagnose import main as diagnose
+
+        return diagnose(rest)
     if command in ("checkpoint", "convert"):
         from titan5d.checkpoint import cli as checkpoint_cli
 

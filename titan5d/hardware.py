@@ -111,7 +111,7 @@ DEVICES: tuple[Device, ...] = (
     _a100("a100-pcie-40g", ("NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"), 39.4, 1555 * GB, link=32 * GB),
     _a100("a100-pcie-80g", ("NVIDIA A100 80GB PCIe",), 79.1, 1935 * GB, link=32 * GB),
     _hopper_sxm("h100-80g", ("NVIDIA H100 80GB HBM3",), 79.1, 3352 * GB),
-    _hopper_sxm("h100-96g", ("NVIDIA H100",), 94.5, 3352 * GB),
+    _hopper_sxm("h100-96g", ("NVIDIA H100",), 94.5, 2400 * GB),  # HBM2e
     _hopper_sxm("h200", ("NVIDIA H200",), 139.8, 4800 * GB),
     Device(
         name="h100-pcie",

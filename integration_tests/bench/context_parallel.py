@@ -1,6 +1,6 @@
 """Attention of one row cut over 1, 2 and 4 ranks: ring against all-gather-KV against Ulysses, in one run.
 
-    python integration_tests/bench/context_parallel.py [--tokens 8192] [--rounds 3]      CPU ranks, forked here
+    python integration_tests/bench/context_parallel.py [--tokens 8192] [--methods ring]    CPU ranks, forked here
     torchrun --nproc-per-node 8 integration_tests/bench/context_parallel.py --device cuda    all ranks cut one row
 
 Prints tokens/s of forward and backward, CPU seconds a rank, and the most bytes that tensors of attention took on a
@@ -108,8 +108,10 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=8192, help="length of the one row")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
+    methods = options.methods.split(",")
     if "RANK" in os.environ:  # under torchrun
         device = torch.device(options.device)
         if options.device == "cuda":
@@ -117,7 +119,7 @@ def main() -> None:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-        results: dict[str, list[list[Figures]]] = {name: [] for name in METHODS}
+        results: dict[str, list[list[Figures]]] = {name: [] for name in methods}
         for _ in range(options.rounds):
             for name, rounds in results.items():
                 by_rank: list[Figures] = [(0.0, 0.0, 0.0)] * dist.get_world_size()
@@ -137,7 +139,7 @@ def main() -> None:
     )
     alone: dict[str, float] = {}
     for degree in (1, 2, 4):
-        results = {name: [] for name in METHODS}
+        results = {name: [] for name in methods}
         for _ in range(options.rounds):
             for name, rounds in results.items():
                 arguments = name, options.tokens, torch.device("cpu"), torch.float32

@@ -83,7 +83,9 @@ def split(options: argparse.Namespace) -> None:
         f"{options.layers} layers of width {options.dim}, {options.tokens} tokens on {options.device}"
         f"{', compiled' if options.compile else ''}; milliseconds"
     )
-    print("recompute    whole B   through the store: B          I          W      I + W   cost of B   cost of I + W")
+    print(
+        "recompute    whole B   through the store: B          I          W      I + W   cost of B   cost of I + W"
+    )
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     x = torch.randn(1, options.tokens, options.dim, device=options.device, dtype=dtype)
     for recompute in ("none", "selective", "full"):
@@ -130,7 +132,9 @@ def schedules(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("split", "schedules"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dim", type=int, default=512)

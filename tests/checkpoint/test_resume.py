@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.checkpoint.runs import assert_same_tensors, metrics, run, tensors, words
+from titan5d.__main__ import main
 from titan5d.launch.local_ranks import run_ranks
 from titan5d.launch.run import train
 from titan5d.train import trainer
@@ -41,6 +43,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"parallelism__context_parallel_degree": 2}),
 }
 """Ranks, and what cuts the run over them."""
+EIGHT_RANKS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero3 x8": (8, {"parallelism__zero_stage": 3}),
+    "zero3 x4, tp2": (8, {"parallelism__zero_stage": 3, "parallelism__tensor_parallel_degree": 2}),
+}
 
 
 @pytest.mark.parametrize("layout", ["zero3 x4", "tp2 x pp2"])
@@ -93,14 +99,15 @@ def test_a_run_that_moves_from_layout_to_layout(tmp_path: Path) -> None:
             assert (final[key] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), key
 
 
-def load_and_save_again(tmp_path: Path, saved: str, loaded: str) -> None:
+def load_and_save_again(tmp_path: Path, saved: str, loaded: str, **model: Any) -> None:
     """What a layout has loaded, it saves again without a step: the same bytes, moments included."""
-    ranks, cut = LAYOUTS[saved]
-    flags: dict[str, Any] = {"checkpoint__interval": 1, "training__steps": 1}
+    layouts = LAYOUTS | EIGHT_RANKS
+    ranks, cut = layouts[saved]
+    flags: dict[str, Any] = {"checkpoint__interval": 1, "training__steps": 1, **model}
     source = tmp_path / saved / "checkpoint" / "step-1"
     if not source.exists():
         assert run(tmp_path, saved, ranks, **flags, **cut) == [0] * ranks
-    ranks, cut = LAYOUTS[loaded]
+    ranks, cut = layouts[loaded]
     flags |= {"checkpoint__initial_load_path": source, "checkpoint__initial_load_model_only": "false"}
     flags["checkpoint__create_seed_checkpoint"] = "true"
     assert run(tmp_path, f"{saved} to {loaded}", ranks, **flags, **cut) == [0] * ranks
@@ -122,6 +129,43 @@ def test_every_layout_loads_every_layout(tmp_path: Path, saved: str) -> None:
     """Case 050."""
     for loaded in LAYOUTS:
         load_and_save_again(tmp_path, saved, loaded)
+
+
+def test_shards_of_less_than_a_row(tmp_path: Path) -> None:
+    """Case 024: 3 experts and 60 rows of a matrix over 4 x 2 and over 8 ranks, some of which hold nothing."""
+    odd = {"name": "mixtral", "n_layers": 2, "dim": 60, "n_heads": 6, "n_kv_heads": 2, "n_experts": 3}
+    odd |= {"moe_ffn_dim": 30, "head_dim": 10}
+    model = {f"model__{key}": value for key, value in odd.items()} | {"training__local_batch_size": 1}
+    for loaded in ("1", "zero3 x8"):
+        load_and_save_again(tmp_path, "zero3 x4, tp2", loaded, **model)
+
+
+def test_a_tied_model_goes_on_with_more_ranks(tmp_path: Path) -> None:
+    """Cases 017 and 050: saved by 2 ranks, continued by 4; the optimizer's state of the shared matrix goes along."""
+    flags: dict[str, Any] = {"model__n_layers": 2, "model__tie_embeddings": "true", "parallelism__zero_stage": 3}
+    assert run(tmp_path, "straight", 2, **flags) == [0, 0]
+    more = {**flags, "checkpoint__initial_load_path": tmp_path / "straight" / "checkpoint" / "step-3"}
+    assert run(tmp_path, "goes on", 4, **more, checkpoint__initial_load_model_only="false") == [0] * 4
+    one, two = metrics(tmp_path, "straight"), metrics(tmp_path, "goes on")
+    assert sorted(two) == [4, 5, 6]
+    assert all(two[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-5) for step in two)
+
+
+def test_an_odd_vocabulary_leaves_tensor_parallelism_as_it_came(tmp_path: Path) -> None:
+    """Case 021: 259 rows on 2 tensor ranks: exported without padding, continued by one process."""
+    flags: dict[str, Any] = {"model__n_layers": 2, "checkpoint__interval": 2, "training__steps": 4}
+    assert run(tmp_path, "tp", 2, **flags, parallelism__tensor_parallel_degree=2) == [0, 0]
+    saved = tmp_path / "tp" / "checkpoint" / "step-2"
+    assert main(["convert", "to-hf", str(saved), str(tmp_path / "hf"), "--tokenizer", "bytes"]) == 0
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    exported = load_file(file)
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert exported[name].shape == (259, 64)
+    more = {**flags, "checkpoint__initial_load_path": saved, "checkpoint__initial_load_model_only": "false"}
+    assert run(tmp_path, "alone", 1, **more) == [0]
+    one, two = metrics(tmp_path, "tp"), metrics(tmp_path, "alone")
+    assert sorted(two) == [3, 4]
+    assert all(two[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-5) for step in two)
 
 
 def test_experts_and_their_biases(tmp_path: Path) -> None:

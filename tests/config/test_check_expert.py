@@ -9,7 +9,7 @@ import pytest
 from titan5d.config.check import Layout, check
 from titan5d.config.load import ConfigError, load_config
 from titan5d.config.schema import Config
-from titan5d.models.args import ModelArgs
+from titan5d.models.args import Balance, ModelArgs
 from titan5d.models.families import model_args
 from titan5d.plan.fits import peak_bytes
 
@@ -86,6 +86,15 @@ def test_zero() -> None:
 def test_tensor_ranks_without_sequence_parallelism() -> None:
     found = problem(2, 2, tensor_parallel_degree=2, sequence_parallel=False)
     assert "sequence_parallel = false" in found and found.endswith("sequence_parallel = true is needed")
+
+
+def test_a_loss_by_micro_batch_needs_the_same_micro_batches_in_a_pipeline() -> None:
+    """Found by `titan5d verify`: the loss of two rows is not the mean of the losses of each."""
+    args = ARGS.with_overrides(balance=Balance(aux_loss_coefficient=0.01, aux_loss_kind="micro_batch"))
+    found = problem(1, 2, args, pipeline_parallel_degree=2)
+    assert "local_batch_size = 8" in found and "pipeline_parallel_microbatch_size = 1" in found
+    checked(1, 2, args, pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=8)
+    checked(1, 2, args)
 
 
 def test_width_of_shared_experts() -> None:

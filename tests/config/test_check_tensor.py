@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titan5d.config.check import Layout, check, device_problems, layout_notes
+from titan5d.config.check import Layout, check, device_problems
 from titan5d.config.load import ConfigError
 from titan5d.config.schema import Config
 from titan5d.models.args import ModelArgs
@@ -62,6 +62,7 @@ def test_a_rank_without_vocabulary() -> None:
     ("seq_len", "tp", "near"), [(63, 2, "62 or 64"), (66, 4, "64 or 68"), (3, 4, "use 4, or")]
 )
 def test_sequence_does_not_divide(seq_len: int, tp: int, near: str) -> None:
+    """Case 023."""
     (problem,) = problems(tp, seq_len=seq_len)
     assert f"training.seq_len = {seq_len}" in problem and f"tensor_parallel_degree = {tp}" in problem
     assert near in problem and "sequence_parallel = false" in problem
@@ -69,7 +70,12 @@ def test_sequence_does_not_divide(seq_len: int, tp: int, near: str) -> None:
 
 
 def test_sequence_with_context_parallelism_is_one_problem() -> None:
-    assert len(problems(2, seq_len=60, cp=4)) == 1
+    """Case 023."""
+    (problem,) = problems(2, seq_len=60, cp=4)
+    assert "seq_len = 60" in problem and "context_parallel_degree = 4" in problem
+    (problem,) = problems(1, seq_len=66, cp=4)
+    assert "seq_len = 66" in problem and "64 or 72" in problem
+    assert checked(1, seq_len=68, cp=2).topology.cp == 2
 
 
 def test_overlap_needs_sequence_parallelism_and_ranks() -> None:
@@ -86,9 +92,3 @@ def test_overlap_needs_devices_that_reach_each_other() -> None:
     assert "this run is on cpu" in device_problems(config, Topology(tp=4), "cpu", 4)[0]
     assert "a node has 2 ranks" in device_problems(config, Topology(tp=4), "cuda", 2)[0]
     assert device_problems(config, Topology(tp=4), "cuda", 8) == []
-
-
-def test_a_degree_beyond_one_node_is_a_note() -> None:
-    (note,) = layout_notes(Topology(tp=16), 8)
-    assert "tensor_parallel_degree = 16 spans nodes of 8 ranks" in note and "at most 8" in note
-    assert layout_notes(Topology(tp=8), 8) == []

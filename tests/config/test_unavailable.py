@@ -26,9 +26,7 @@ UNAVAILABLE: dict[str, tuple[str, object, str]] = {
     "experts cut": ("parallelism.expert_tensor_parallel_degree", 2, "only 1"),
     "two batches at once": ("parallelism.pipeline_parallel_expert_parallel_overlap", True, "only false"),
     "other dispatch": ("parallelism.expert_parallel_comm_backend", "deepep", "only 'standard'"),
-    "low precision": ("model.converters", ["float8"], "['float8']: low-precision products are not"),
-    "traces": ("profiling.enable_profiling", True, "traces are not"),
-    "snapshots": ("profiling.enable_memory_snapshot", True, "traces are not"),
+    "low precision of experts": ("quantize.grouped_mm.float8.fqns", ["experts"], "stay in the type of the model"),
     "quantized weights": (
         "checkpoint.initial_load_in_hf_quantized",
         True,

@@ -53,14 +53,14 @@ def test_without_the_script_a_rank_leaves_with_its_own_status(monkeypatch: pytes
 
 def test_a_rank_writes_its_status_and_leaves_torchrun_in_peace(folder: Path, monkeypatch: pytest.MonkeyPatch):
     for rank, (status, leaves_with) in enumerate([(DONE, DONE), (FAILED, FAILED), (STOPPED, DONE)]):
-        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
         assert record(status) == leaves_with
     assert sorted(recorded(folder)) == [DONE, FAILED, STOPPED]
     assert sorted(os.listdir(folder)) == ["0", "1", "2"]
 
 
 def test_ranks_refused_together_leave_in_peace(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     later = threading.Timer(0.2, lambda: (folder / "1").write_text(str(REFUSED)))
     later.start()
@@ -71,7 +71,7 @@ def test_ranks_refused_together_leave_in_peace(folder: Path, monkeypatch: pytest
 def test_a_rank_refused_alone_leaves_with_2_so_that_torchrun_ends_the_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(exit_status, "PATIENCE", 0.2)
     assert record(REFUSED) == REFUSED

@@ -19,7 +19,7 @@ RANK = """
     import os, signal, sys, time
     from titan5d.launch import exit_status
     stopped = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: stopped.append(number))
     os.write(1, b"up\\n")
     ends = time.monotonic() + 30  # by itself, whatever happens to the test
@@ -50,7 +50,7 @@ SUPERVISOR = """
     from titan5d.launch import supervise
     supervise.GRACE_WITHOUT_RANKS = 0.5
     supervise.FIRST_NOTE = 0.3
-    waiting, limit = ("node 0 waits", 1.0) if "waiting" in sys.argv else (None, 60.0)
+    waiting, limit = ((lambda: "node 0 waits"), 1.0) if "waiting" in sys.argv else (None, 60.0)
     command = [word for word in sys.argv[1:] if word != "waiting"]
     sys.exit(supervise.supervise([sys.executable, *command], os.environ, 2, waiting, limit))
 """
@@ -87,7 +87,7 @@ def ends(process: subprocess.Popen[str], within: float = 20.0) -> tuple[int, str
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_reaches_every_rank_and_the_launcher_stays_until_they_have_saved(number: int, tmp_path: Path):
     rank = script(tmp_path, "rank.py", RANK.replace("SAVING", "0.3"))
     run = start(tmp_path, script(tmp_path, "launcher.py", LAUNCHER), rank)

@@ -187,3 +187,14 @@ def test_a_torch_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torchrun_ranks, "torch_build", lambda: ("2.9.1+cu126", True))
     with pytest.raises(Refused, match=r"has torch 2\.9\.1\+cu126, titan5d needs 2\.11 or newer"):
         torchrun_ranks.check_python()
+
+
+def test_an_elastic_run_must_work_on_every_number_of_nodes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torchrun_ranks, "count_gpus", lambda environ: 0)
+    flags = ["--training.local_batch_size", "1", "--training.global_batch_size"]
+    elastic = Nodes(4, 0, "head", 29500, fewest=2)
+    with pytest.raises(Refused) as refused:
+        prepare([*flags, "16"], {"NGPU": "2"}, elastic)
+    assert "NNODES=2:4 lets the run go on with 3 nodes of 2 ranks" in str(refused.value)
+    assert "numbers of nodes that work: 2, 4" in str(refused.value)
+    assert prepare([*flags, "24"], {"NGPU": "2"}, elastic).ranks == 2

@@ -143,6 +143,13 @@ def test_forced_balance_is_even_and_still_has_a_gradient() -> None:
     assert router.weight.grad is not None and router.weight.grad.abs().max() > 0
 
 
+def test_forced_balance_goes_by_the_place_in_the_row() -> None:
+    """Of 7 tokens a row, whichever rows are together."""
+    router = build(replace(ARGS, balance=Balance(force_load_balance=True)))
+    experts, _ = router(hidden()[:, :7], None)
+    assert experts[0].tolist() == experts[1].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3], [4, 5]]
+
+
 def test_nothing_is_counted_outside_of_training() -> None:
     router = build().eval()
     router(hidden(), None)

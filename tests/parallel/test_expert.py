@@ -38,6 +38,7 @@ def with_experts(n_experts: int, top_k: int = 2, **more: Any) -> ModelArgs:
     return replace(ARGS, n_experts=n_experts, top_k=top_k, **more)
 
 
+FORCED = with_experts(6, balance=replace(BALANCED, force_load_balance=True))
 SIGMOID = {"router_score": "sigmoid", "router_scale": 2.5, "n_expert_groups": 4, "n_limited_groups": 2}
 
 CASES = {
@@ -71,6 +72,8 @@ CASES = {
         replace(ARGS, n_layers=4), stage=2, pp=2, dp_shard=2, ep=2, schedule="ZBVZeroBubble"
     ),
     "compiled": case(dp_shard=2, ep=2, compile=True),
+    # 64 choices a row over 6 experts: neither the row's number nor the piece of it may decide
+    "context x tensor, forced balance": case(FORCED, cp=2, tp=2, ep=2, accumulation=2, documents=True, padding=5),
 }
 
 
@@ -138,6 +141,11 @@ def test_latent_attention_groups_and_a_dense_layer(degrees: dict[str, int]) -> N
     )
     stage = 0 if "dp_replicate" in degrees else 3
     assert_parity(case(replace(args, balance=BALANCED), stage, **degrees), timeout=TIMEOUT)
+
+
+@pytest.mark.slow
+def test_forced_balance_compiled() -> None:
+    assert_parity(case(FORCED, cp=2, tp=2, compile=True), timeout=TIMEOUT)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parity import TINY, TINY_TIED, UNEQUAL, Case, assert_parity
+from tests.parity import TINY, TINY_TIED, UNEQUAL, Case, assert_parity, layout, reference
 from titan5d.config.pipeline_plan import PipelinePlan
 from titan5d.config.schema_execution import ActivationCheckpoint, Compile
 from titan5d.launch.local_ranks import RankFailed, run_ranks
@@ -80,6 +80,17 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str) -> None:
     assert_parity(CASES[name], timeout=120)
+
+
+def test_one_norm_over_all_stages_clips_every_stage() -> None:
+    """Cases 010 and 020: 5 layers on 4 ranks; all weights together move by lr x max_norm, whatever the stage."""
+    case = Case(Topology(pp=4), stage=0, args=replace(TINY, n_layers=5), max_norm=0.1, lr=2.0)
+    assert_parity(case, timeout=120)
+    before = reference(replace(case, lr=0.0)).weights
+    for outcome in layout(case, 120):
+        assert outcome.norms[0] > 0.2  # it clips
+        moved = sum(float((outcome.weights[name] - weight).square().sum()) for name, weight in before.items())
+        assert moved**0.5 == pytest.approx(2.0 * 0.1, rel=1e-4)
 
 
 def test_a_missing_gradient_exchange_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_a_sequence_that_does_not_divide_without_sequence_parallelism() -> None:
 
 @pytest.mark.parametrize("tensor", [SP, NO_SP], ids=["sp", "no_sp"])
 def test_replicated_gradients_are_counted_once(tensor: TensorParallel) -> None:
-    # With small norm weights the gradient is that of the norms; counted on every rank it would be twice as long
+    """Case 011. With small norm weights the gradient is theirs; counted on all 4 ranks it is twice as long."""
     expected = reference(Case(args=TWO_LAYERS, norm_scale=0.001))
     parts = expected.gradients.items()
     replicated = sum(float(grad.square().sum()) for name, grad in parts if "norm" in name)
@@ -130,6 +130,7 @@ def test_replicated_gradients_are_counted_once(tensor: TensorParallel) -> None:
 
 
 def test_norm_with_large_norm_weights() -> None:
+    """Case 011."""
     case = Case(Topology(tp=4), args=TWO_LAYERS, norm_scale=50.0)
     for found in layout(case):
         close(found.norms, reference(case).norms, 1e-5, "norm")
@@ -142,6 +143,7 @@ def test_recompute(recompute: str) -> None:
 
 
 def test_logged_loss_with_context_parallelism() -> None:
+    """Case 007."""
     assert_parity(Case(Topology(tp=2, cp=2), args=TWO_LAYERS, documents=True))
 
 
@@ -153,6 +155,7 @@ def test_bf16() -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_twenty_steps_with_an_odd_vocabulary(tp: int) -> None:
+    """Case 021."""
     case = Case(Topology(tp=tp), args=vocabulary(257), steps=20)
     assert any((global_batch(case, step)[1] == 256).any() for step in range(20))  # the last row is a target
     expected = reference(case)

@@ -22,6 +22,7 @@ class Section:
     eps: float = 1e-8
     weight_decay: float = 0.1
     momentum: float = 0.0
+    state_dtype: Literal["float32", "int8", "float8", "int4"] = "float32"
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from titan5d.launch.local_ranks import run_ranks
 from titan5d.launch.run import train
+from titan5d.metrics.flops import FlopShape, MoeShape, flops_per_token
 
 TINY = {
     "model.dim": 64,
@@ -101,6 +103,56 @@ def test_the_layout_does_not_show_in_the_log(folder: Path, ranks: int, flags: di
     one = [sorted(step) for step in samples(folder, "reference", 0)]
     many = [samples(folder, "layout", rank) for rank in range(ranks)]
     assert [sorted(chain(*parts)) for parts in zip(*many, strict=True)] == one
+
+
+@pytest.mark.parametrize(
+    ("cut", "data_rank"),
+    [("pipeline", [0, 0, 1, 1, 0, 0, 1, 1]), ("context", [0, 0, 0, 0, 1, 1, 1, 1])],
+)
+def test_model_parallel_peers_read_the_same_rows(folder: Path, cut: str, data_rank: list[int]) -> None:
+    """Case 043: 2 x 2 ranks share their rows, the two groups have none in common, an epoch has every row once."""
+    write_rows(folder / "few.jsonl", rows=24)
+    degrees = {"parallelism__tensor_parallel_degree": 2, f"parallelism__{cut}_parallel_degree": 2}
+    data = {"training__dataset_path": folder / "few.jsonl", "training__epochs": 1, "training__steps": 100}
+    statuses, found = run(folder, "run", 8, **degrees, **data)
+    assert statuses == [0] * 8
+    assert [line["tokens"] for line in found] == [8 * 32] * 3  # 24 rows, 8 a step
+    ranks = [samples(folder, "run", rank) for rank in range(8)]
+    groups = [ranks[data_rank.index(0)], ranks[data_rank.index(1)]]
+    assert [groups.index(rank) for rank in ranks] == data_rank
+    steps = [one + other for one, other in zip(*groups, strict=True)]
+    assert [len(set(step)) for step in steps] == [8, 8, 8]
+    assert sorted(chain(*steps)) == list(range(24))
+
+
+DENSE_SHAPE = FlopShape(64, 4, 8, 4, 8, 128, 259)
+EXPERT_SHAPE = replace(DENSE_SHAPE, moe=MoeShape(n_experts=8, top_k=2, expert_dim=64))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "shape", "local_batch"),
+    [
+        ({"tensor": 4}, DENSE_SHAPE, 2),
+        ({"pipeline": 4}, DENSE_SHAPE, 8),
+        ({"context": 4}, DENSE_SHAPE, 8),
+        ({"tensor": 2}, DENSE_SHAPE, 1),
+        ({"expert": 4}, EXPERT_SHAPE, 2),
+    ],
+    ids=["tp4, accumulation 4", "pp4", "cp4", "dp2 tp2, accumulation 4", "ep4"],
+)
+def test_throughput_is_that_of_the_global_batch(
+    folder: Path, degrees: dict[str, int], shape: FlopShape, local_batch: int
+) -> None:
+    """Cases 078 and 079: neither peers nor micro-batches count tokens again, and only active experts count."""
+    flags: dict[str, Any] = {f"parallelism__{cut}_parallel_degree": n for cut, n in degrees.items()}
+    flags |= {"model__n_layers": 4, "training__local_batch_size": local_batch, "training__steps": 2}
+    if shape.moe is not None:
+        flags |= {"model__name": "mixtral", "model__n_experts": 8, "model__top_k": 2, "model__moe_ffn_dim": 64}
+    statuses, found = run(folder, "run", 4, **flags)
+    assert statuses == [0] * 4 and len(found) == 2
+    for line in found:
+        assert line["tps_per_device"] * 4 * line["time_step"] == pytest.approx(8 * 32, rel=1e-6)
+        assert line["mfu"] == pytest.approx(flops_per_token(shape, 32) * line["tps_per_device"] / 1e12, rel=1e-6)
 
 
 def test_the_same_run_twice_is_bitwise_the_same(folder: Path) -> None:

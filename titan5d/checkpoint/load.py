@@ -15,6 +15,7 @@ from titan5d.checkpoint.manifest import Manifest, read_manifest, verify
 from titan5d.checkpoint.source import Source
 from titan5d.checkpoint.state import Block, make_optimizer_state, model_blocks, optimizer_blocks
 from titan5d.models.decoder import Decoder
+from titan5d.train.narrow_state import narrow_loaded_state
 
 
 @dataclass
@@ -114,6 +115,7 @@ def fill_optimizer(
             fields.setdefault(parameter, {})[name] = spec.shape
     make_optimizer_state(model, optimizer, fields)
     _fill(optimizer_blocks(model, optimizer), source, where, agreement)
+    narrow_loaded_state(optimizer)
 
 
 @torch.no_grad()

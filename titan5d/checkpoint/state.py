@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan5d.models.decoder import Decoder
 from titan5d.train.muon import Muon
+from titan5d.train.narrow_state import widened
 
 KEEP_TYPE = (".router.bias",)
 """Ends of names that no export converts: a selection bias moves in steps that bfloat16 does not have."""
@@ -27,7 +28,7 @@ KEEP_TYPE = (".router.bias",)
 
 @dataclass(frozen=True)
 class Block:
-    """This rank's part of one tensor; `local` is the live memory.
+    """This rank's part of one tensor; `local` is the live memory (of narrow optimizer state, a widened copy).
 
     Attributes:
         key: name in the checkpoint.
@@ -77,11 +78,26 @@ def make_optimizer_state(
         state.clear()
         for field, shape in fields.get(_canonical(model, name), {}).items():
             if shape == tuple(parameter.shape):
-                state[field] = torch.zeros_like(parameter, requires_grad=False)
+                state[field] = _zeros_like(parameter)
             else:
                 state[field] = torch.zeros(
                     shape, dtype=torch.float32, device=_counter_device(optimizer, parameter)
                 )
+
+
+def _zeros_like(parameter: Tensor) -> Tensor:
+    """Plain zeros placed as the parameter, whose own shard may be wrapped."""
+    if not isinstance(parameter, DTensor):
+        return torch.zeros_like(parameter, requires_grad=False)
+    local = parameter.to_local()
+    return DTensor.from_local(
+        torch.zeros(local.shape, dtype=parameter.dtype, device=local.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _counter_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
@@ -105,5 +121,7 @@ def _block(key: str, tensor: Tensor) -> Block:
     local = tensor
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
+        # weights that are gathered in float8 are wrapped; the master inside is what trains
+        local = getattr(local, "_tensor", local)
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Block(key, tuple(tensor.shape), tuple(offset), local, (key, tuple(offset)))
+    return Block(key, tuple(tensor.shape), tuple(offset), widened(local), (key, tuple(offset)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from titan5d.config.check_precision import layout_precision_problems, precision_problems
 from titan5d.config.check_values import value_problems
 from titan5d.config.load import ConfigError
 from titan5d.config.pipeline_plan import PipelinePlan, pipeline_plan
@@ -47,6 +48,7 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
     problems = unavailable(config)
     problems += args.problems()
     problems += value_problems(config)
+    problems += precision_problems(config)
     par = config.parallelism
     topology = Topology()
     try:
@@ -68,6 +70,9 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
         problems += _tensor(config, args, topology)
         problems += _experts(config, args, topology)
         problems += _pipeline(config, args, topology)
+        problems += layout_precision_problems(
+            config, topology, zero_stage(config, topology), _splits_backward(config, args, topology)
+        )
     if problems:
         raise ConfigError(problems)
     global_batch = _global_batch(config, topology)
@@ -253,17 +258,6 @@ def device_problems(config: Config, topology: Topology, device_type: str, ranks_
     return []
 
 
-def layout_notes(topology: Topology, ranks_per_node: int) -> list[str]:
-    """What works, but is worth a word in the log."""
-    if topology.tp <= ranks_per_node:
-        return []
-    return [
-        f"parallelism.tensor_parallel_degree = {topology.tp} spans nodes of {ranks_per_node} ranks: every block waits"
-        f" for at least 8 collectives over the network between them. A degree of at most {ranks_per_node} keeps them"
-        " inside a node; data, context and pipeline parallelism need far less between nodes"
-    ]
-
-
 def pipeline_notes(layout: Layout) -> list[str]:
     """What works with pipeline ranks, but is worth a word in the log."""
     plan, topology = layout.pipeline, layout.topology
@@ -330,6 +324,11 @@ def _plan(config: Config, args: ModelArgs, topology: Topology) -> PipelinePlan:
     return pipeline_plan(config, args.n_layers, topology.pp, rows)
 
 
+def _splits_backward(config: Config, args: ModelArgs, topology: Topology) -> bool:
+    """Whether the schedule makes weight gradients apart; False if there is no schedule, or none that works."""
+    return topology.pp > 1 and not _pipeline(config, args, topology) and _plan(config, args, topology).splits_backward
+
+
 def _pipeline(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
     if topology.pp == 1 and config.profiling.pipeline_trace:
         return [
@@ -340,6 +339,14 @@ def _pipeline(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
         return []
     if args.n_layers < 1 or config.training.local_batch_size < 1 or _batch(config, topology):
         return []  # reported already, and nothing can be counted
+    size, local = config.parallelism.pipeline_parallel_microbatch_size, config.training.local_batch_size
+    if args.balance.aux_loss_kind == "micro_batch" and args.balance.aux_loss_coefficient and size != local:
+        return [
+            "moe.aux_loss_kind = 'micro_batch' counts the load of experts over training.local_batch_size ="
+            f" {local} rows, but a micro-batch of a pipeline has parallelism.pipeline_parallel_microbatch_size ="
+            f" {size}, so another loss would be learned; set it to {local}, or use aux_loss_kind = 'sequence' or"
+            " 'global_batch'"
+        ]
     try:
         _plan(config, args, topology)
     except ScheduleError as error:

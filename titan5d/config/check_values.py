@@ -10,7 +10,7 @@ from titan5d.config.schema import Config
 
 def value_problems(config: Config) -> list[str]:
     """One sentence for every value, or pair of values, that cannot work."""
-    return [*_positive(config), *_schedule(config), *_switches(config), *_checkpoint(config)]
+    return [*_positive(config), *_schedule(config), *_switches(config), *_checkpoint(config), *_profiling(config)]
 
 
 def _positive(config: Config) -> list[str]:
@@ -35,6 +35,7 @@ def _positive(config: Config) -> list[str]:
         "metrics.log_freq": (config.metrics.log_freq, 1),
         "comm.init_timeout_seconds": (config.comm.init_timeout_seconds, 1),
         "comm.train_timeout_seconds": (config.comm.train_timeout_seconds, 1),
+        "comm.trace_buf_size": (config.comm.trace_buf_size, 0),
     }
     problems = [
         f"{name} = {value} must be at least {least:g}"
@@ -91,6 +92,29 @@ def _checkpoint(config: Config) -> list[str]:
     ]
     if config.job.max_minutes < 0:
         problems.append(f"job.max_minutes = {config.job.max_minutes} must be 0 (no limit) or more")
+    return problems
+
+
+def _profiling(config: Config) -> list[str]:
+    profiling = config.profiling
+    if not (profiling.enable_profiling or profiling.enable_memory_snapshot):
+        return []
+    warmup, active, freq = profiling.profiler_warmup, profiling.profiler_active, profiling.profile_freq
+    problems = []
+    if active < 1 or warmup < 0:
+        problems.append(
+            f"profiling.profiler_active = {active} must be at least 1, and profiler_warmup = {warmup} at least 0"
+        )
+    if freq < 1 or (profiling.enable_profiling and freq < warmup + active):
+        problems.append(
+            f"profiling.profile_freq = {freq} is shorter than one trace: profiler_warmup {warmup} + profiler_active"
+            f" {active} = {warmup + active} steps; use at least that"
+        )
+    if profiling.enable_profiling and config.training.steps < freq:
+        problems.append(
+            f"profiling.profile_freq = {freq}: the first trace would be at step {freq}, and training.steps ="
+            f" {config.training.steps}; use at most that"
+        )
     return problems
 
 

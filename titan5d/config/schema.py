@@ -83,7 +83,12 @@ class Model(Section):
     hf_assets_path: str | None = None
     """TorchTitan's name for the folder with the tokenizer; used when tokenizer_path is not set."""
     converters: list[str] = field(default_factory=list)
-    """TorchTitan's list of model converters, e.g. ["quantize.linear.float8"]."""
+    """Products in 8 bits (docs/precision.md): ["quantize.linear.float8"] or ["quantize.linear.mx"]; short: "float8"."""
+    attention_backend: Literal[
+        "auto", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash_attn"
+    ] = "auto"
+    """Kernels of attention (docs/attention.md): torch's choice, one of torch's, or the flash-attn package, which skips
+    pairs of different documents. auto = flash_attn where it is installed and can run, else sdpa."""
     print_after_conversion: bool = False
     """Print the model after it has been cut."""
     dim: int | None = None
@@ -181,6 +186,9 @@ class Optimizer(Section):
     """Decoupled decay on matrices; norms and biases are never decayed."""
     momentum: float = 0.0
     """Momentum of SGD; Muon's momentum when not zero, else 0.95."""
+    state_dtype: Literal["float32", "int8", "float8", "int4"] = "float32"
+    """AdamW and Adam: how the moments are kept. int8, float8 (a byte a value) and int4 have one scale for each block of
+    256 (int4: 128) values (Dettmers et al. 2022); through torchao, the [ao] extra. Default: as the weights."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """Which of torch's implementations runs the update."""
     early_step_in_backward: bool = False

@@ -16,17 +16,17 @@ class Profiling(Section):
     """Traces for a closer look."""
 
     enable_profiling: bool = False
-    """Write Kineto traces."""
+    """Write Kineto traces (docs/profiling.md): one file a rank, every profile_freq steps."""
     save_traces_folder: str = "profile_traces"
     """Folder inside the run folder."""
     profile_freq: int = 10
-    """One trace every this many steps."""
+    """One trace, and one snapshot, every this many steps; at least profiler_warmup + profiler_active."""
     profiler_active: int = 1
     """Steps recorded in one trace."""
     profiler_warmup: int = 3
     """Steps of warmup before a trace."""
     enable_memory_snapshot: bool = False
-    """Write CUDA memory snapshots."""
+    """Write snapshots of the CUDA allocator every profile_freq steps, and when memory runs out. Refused on a CPU."""
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Folder inside the run folder."""
     pipeline_trace: bool = False
@@ -148,15 +148,15 @@ class Float8Linear(Section):
     """Float8 products through torchao."""
 
     enable_fsdp_float8_all_gather: bool = False
-    """Gather parameters in float8."""
+    """FSDP gathers the converted weights in float8: half the bytes. Tensorwise only, zero_stage 1 to 3."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """One all-reduce for all scales."""
+    """After each update one all-reduce for the scales of all gathered weights, not one for each."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """torchao recipe."""
+    """torchao's recipe: a scale a tensor, a scale a row, or that with weight gradients in bf16. Default: tensorwise."""
     filter_fqns: list[str] = field(default_factory=list)
-    """Linears not to convert."""
+    """Linear layers whose names contain one of these are not converted. Head and routers never are."""
     emulate: bool = False
-    """Emulate float8 in higher precision."""
+    """Round operands to float8 and multiply in the wide type: on devices without float8 products."""
 
 
 @dataclass
@@ -166,9 +166,9 @@ class MXLinear(Section):
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
     """Kernel of the cast along dim 1."""
     recipe_name: str = "mxfp8_cublas"
-    """torchao recipe."""
+    """mxfp8_cublas, or mxfp8_emulated on any device."""
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
-    """Linears not to convert."""
+    """Linear layers whose names contain one of these are not converted. Head and routers never are."""
 
 
 @dataclass
@@ -211,7 +211,7 @@ class QuantizeGroupedMM(Section):
 
 @dataclass
 class Quantize(Section):
-    """Low-precision products; switched on through model.converters."""
+    """Low-precision products (docs/precision.md, the [ao] extra); switched on through model.converters."""
 
     linear: QuantizeLinear = field(default_factory=QuantizeLinear)
     """Linear layers."""
@@ -226,11 +226,15 @@ class Comm(Section):
     init_timeout_seconds: int = 300
     """Time limit for the ranks to find each other and for the first step."""
     train_timeout_seconds: int = 100
-    """Time limit of every collective after the first step."""
+    """Time limit of every collective after the first step. When it is over, the watchdog says which rank did not come
+    and where it stands, and ends all ranks (docs/troubleshooting.md)."""
+    preflight: bool = False
+    """Before training, measure the links of each axis and the ranks' matrix products, about a second. That all ranks
+    have the same code, libraries and config is checked at every start."""
     trace_buf_size: int = 20000
-    """Entries of torch's flight recorder."""
+    """Collectives that the flight recorder of a rank keeps; 0 = no recorder and no watchdog."""
     save_traces_folder: str = "comm_traces"
-    """Folder inside the run folder for what it recorded."""
+    """Folder inside the run folder for the records of a run that hung or failed; `titan5d diagnose` reads them."""
     save_traces_file_prefix: str = "rank_"
     """File name prefix of a rank's record."""
     mode: Literal["default", "fake_backend", "local_tensor"] = "default"
@@ -288,6 +292,9 @@ class Debug(Section):
     deterministic_warn_only: bool = False
     """Warn instead of stopping where a kernel has no deterministic form."""
     moe_force_load_balance: bool = False
-    """Route tokens evenly whatever the router says, for benchmarks."""
+    """Route by the place in the row, evenly, whatever the router says: for benchmarks."""
+    audit_gradients: bool = False
+    """After every backward, check each gradient on each mesh axis: equal where it is declared replicated, and the sum
+    of what the ranks made (docs/profiling.md). Ends the run, naming what is wrong. Costs memory and time."""
     log_samples: bool = False
     """Write the sample ids each rank consumed to samples-rank*.jsonl."""

@@ -62,12 +62,8 @@ def unavailable(config: Config) -> list[str]:
             "parallelism.expert_parallel_comm_backend = 'deepep': not used; only 'standard' (all-to-all)",
         ),
         (
-            bool(config.model.converters),
-            f"model.converters = {config.model.converters}: low-precision products are not in this version",
-        ),
-        (
-            config.profiling.enable_profiling or config.profiling.enable_memory_snapshot,
-            "profiling.enable_profiling, enable_memory_snapshot: traces are not in this version",
+            bool(config.quantize.grouped_mm.float8.fqns or config.quantize.grouped_mm.mx.fqns),
+            "quantize.grouped_mm.*.fqns: the products of routed experts stay in the type of the model; leave it empty",
         ),
         (
             checkpoint.initial_load_in_hf_quantized,

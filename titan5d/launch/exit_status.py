@@ -18,6 +18,9 @@ DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 FOLDER = "TITAN5D_STATUS_DIR"
 """Environment variable set for the ranks, like torchrun's own RANK and LOCAL_RANK."""
 
+BEGAN = ".began"
+"""Suffix of the file, named by process id, that a rank makes when it starts (failure.py) and removes when it leaves."""
+
 PATIENCE = 5.0
 """Seconds a rank that was refused waits for the other ranks of its node to be refused as well."""
 
@@ -32,9 +35,11 @@ def record(status: int) -> int:
         return status
     folder = Path(os.environ[FOLDER])
     # Written under another name first: a reader never sees half a file
-    part = folder / f"{os.environ.get('RANK', '0')}.part"
+    # By local rank: a rank that is started again, perhaps among fewer nodes, takes the place of its earlier self
+    part = folder / f"{os.environ.get('LOCAL_RANK', '0')}.part"
     part.write_text(str(status))
     part.rename(part.with_suffix(""))
+    (folder / f"{os.getpid()}{BEGAN}").unlink(missing_ok=True)
     if status == STOPPED:  # all ranks agreed to stop before any of them got here
         return DONE
     if status == REFUSED and _all_refused(folder, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):

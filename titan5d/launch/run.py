@@ -23,10 +23,11 @@ from titan5d.config.check import (
     Layout,
     check,
     device_problems,
-    layout_notes,
     leaves_zero_stage_open,
     pipeline_notes,
 )
+from titan5d.config.check_device import feature_problems
+from titan5d.config.check_placement import layout_notes
 from titan5d.config.load import ConfigError, load_config, to_toml
 from titan5d.config.schema import Config
 from titan5d.data.dataset import Dataset
@@ -35,9 +36,13 @@ from titan5d.data.loader import DataLoader
 from titan5d.data.open import Split, check_dataset_against_model, open_dataset
 from titan5d.data.tokenizer import check_against_model, load_tokenizer
 from titan5d.data.validation import ValidationBatches
-from titan5d.launch import exit_status
+from titan5d.launch import exit_status, failure, link_speed
+from titan5d.launch.allocator import keep_freed_memory
+from titan5d.launch.preflight import PreflightRefused, agree
+from titan5d.launch.watchdog import Watchdog
 from titan5d.models.args import ModelArgs
 from titan5d.models.families import model_args
+from titan5d.parallel.audit import GradientAuditFailed
 from titan5d.plan.fits import least_zero_stage, memory_problems
 from titan5d.train.trainer import Trainer
 
@@ -48,6 +53,7 @@ def train(argv: Sequence[str]) -> int:
     """Runs `titan5d train ARGS` on this rank and returns its exit status (0 done, 2 refused, 1 anything else)."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    failure.begin()
     _log_on_rank_0(rank)
     try:
         config, args, layout, notes = prepare(argv, world, local_world)
@@ -59,24 +65,36 @@ def train(argv: Sequence[str]) -> int:
             text = str(error) if isinstance(error, ConfigError) else f"refused: {error}"
             print(text, file=sys.stderr, flush=True)
         return exit_status.record(exit_status.REFUSED)
-    device = join(config, rank, world)
+    watchdog: Watchdog | None = None
     try:
+        device = join(config, rank, world)
+        agree(config)
+        watchdog = Watchdog.of_run(config, rank, world, device.type)
         layout = settle_zero_stage(config, args, layout, device, local_world)
         trainer = Trainer(config, args, layout, loader, held_out, device)
+        if watchdog is not None:
+            watchdog.watch(trainer.meshes.groups(), trainer.progress, trainer.checkpoints.agreement.group)
         if rank == 0:  # only now is the folder known to be this run's
             save_config(config)
+        if config.comm.preflight and world > 1:
+            link_speed.measure(trainer.meshes, device, local_world)
         status = trainer.run()
-    except CheckpointRefused as refused:  # on all ranks alike
+    except (PreflightRefused, CheckpointRefused) as refused:  # on all ranks alike
         log.info("%s", refused)
         status = exit_status.REFUSED
-    except SaveFailed as failed:  # on all ranks alike
+    except (SaveFailed, GradientAuditFailed) as failed:  # on all ranks alike
         log.info("failed: %s", failed)
         status = exit_status.FAILED
-    except Exception:
+    except Exception as error:
         log.exception("rank %d of %d on %s failed", rank, world, socket.gethostname())
+        failure.note(error)
+        if watchdog is not None:
+            watchdog.failed(error)
         exit_status.record(exit_status.FAILED)
         raise
     leave()
+    if watchdog is not None:
+        watchdog.stop()
     return exit_status.record(status)
 
 
@@ -91,6 +109,8 @@ def prepare(
     device = device_type(config)
     problems = memory_problems(config, args, layout, device, local_world_size)
     problems += device_problems(config, layout.topology, device, local_world_size)
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    problems += feature_problems(config, device, capability)
     if problems:
         raise ConfigError(problems)
     notes += layout_notes(layout.topology, local_world_size)
@@ -158,6 +178,8 @@ def join(config: Config, rank: int, world: int) -> torch.device:
     if dist.is_initialized():  # a caller that forked its ranks has joined them already
         return torch.device(kind)
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+    if kind == "cuda":  # torch reads the size of its flight recorder from there, when the group is made
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(config.comm.trace_buf_size))
     # One rank without a launcher meets itself in memory
     store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
     dist.init_process_group(
@@ -168,6 +190,7 @@ def join(config: Config, rank: int, world: int) -> torch.device:
         store=store,
     )
     if kind == "cpu":
+        keep_freed_memory()
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)

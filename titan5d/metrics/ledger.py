@@ -32,14 +32,18 @@ The one thing not seen is a functional collective inside a custom op. Groups of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan5d.metrics.axis_names import AxisNames
+from titan5d.metrics.interception import GROUP_METHODS, Interception, tensors_in
 
 
 @dataclass(frozen=True)
@@ -76,36 +80,24 @@ class CommunicationLedger:
     """Records while its `with` block runs. One ledger may be entered again and then adds up.
 
     Args:
-        groups: axis name -> this rank's group along it, e.g. `Meshes.groups()`. Where two axes are the same ranks the
-            first name wins. A group that is not among them goes under the name of an axis with the same ranks, or else
-            under "ranks 0,1,...".
+        groups: axis name -> this rank's group along it, e.g. `Meshes.groups()`; see AxisNames.
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        self._axes: dict[str, str] = {}  # group name -> axis
-        self._axes_by_ranks: dict[tuple[int, ...], str] = {}
-        for axis, group in groups.items():
-            self._axes.setdefault(group.group_name, axis)
-            self._axes_by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
+        self._axes = AxisNames(groups)
         self._records: dict[tuple[str, str, str], Traffic] = {}
-        self._wrapped: dict[str, Any] = {}
+        self._interception = Interception()
         self._mode = _FunctionalCollectives(self)
 
     def __enter__(self) -> CommunicationLedger:
-        for name, (op, payload) in _METHODS.items():
-            # As it stands in the class: what getattr returns for a C++ method would not bind when put back.
-            original = dist.ProcessGroup.__dict__.get(name)
-            if original is not None:  # the names differ between torch versions
-                self._wrapped[name] = original
-                setattr(dist.ProcessGroup, name, _recorded(self, original, op, payload))
+        for name, (op, payload) in GROUP_METHODS.items():
+            self._interception.replace(dist.ProcessGroup, name, partial(_recorded, self, op, payload))
         self._mode.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
-        for name, original in self._wrapped.items():
-            setattr(dist.ProcessGroup, name, original)
-        self._wrapped.clear()
+        self._interception.undo()
 
     @property
     def entries(self) -> list[Entry]:
@@ -139,15 +131,8 @@ class CommunicationLedger:
         tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in payload)
         sent = (tensor_bytes - staying) * _SHARE_SENT[op](group.size())
         dtype = str(payload[0].dtype).removeprefix("torch.") if payload else "-"
-        key = self._axis(group), op, dtype
+        key = self._axes.of(group), op, dtype
         self._records[key] = self._records.get(key, Traffic()) + Traffic(1, sent, tensor_bytes)
-
-    def _axis(self, group: dist.ProcessGroup) -> str:
-        if (axis := self._axes.get(group.group_name)) is None:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            axis = self._axes_by_ranks.get(ranks, f"ranks {','.join(map(str, ranks))}")
-            self._axes[group.group_name] = axis
-        return axis
 
 
 _SHARE_SENT: dict[str, Callable[[int], float]] = {
@@ -164,46 +149,17 @@ _SHARE_SENT: dict[str, Callable[[int], float]] = {
     "barrier": lambda n: 0.0,
 }
 
-_METHODS: dict[str, tuple[str, int | None]] = {
-    # methods of ProcessGroup -> op, and which of their arguments is the payload
-    "all_gather_single": ("all_gather", 0),
-    "_allgather_base": ("all_gather", 0),
-    "all_gather_single_coalesced": ("all_gather", 0),
-    "allgather_into_tensor_coalesced": ("all_gather", 0),
-    "allgather": ("all_gather", 0),
-    "allgather_coalesced": ("all_gather", 0),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "all_to_all_single": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "alltoall": ("all_to_all", 1),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-    "recv_anysource": ("recv", 0),
-    "barrier": ("barrier", None),
-}
-
-
-def _recorded(ledger: CommunicationLedger, original: Any, op: str, payload: int | None) -> Callable[..., Any]:
+def _recorded(ledger: CommunicationLedger, op: str, payload: int | None, original: Any) -> Callable[..., Any]:
     def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
-        tensors = [] if payload is None else list(_tensors(given[payload]))
+        tensors = [] if payload is None else list(tensors_in(given[payload]))
         staying = 0
         if op == "all_to_all":
             # all_to_all_single has (output, input, output splits, input splits), alltoall (outputs, inputs)
             splits = given[3] if len(given) > 3 and isinstance(given[3], list | tuple) else []
             staying = _staying(tensors, splits, group)
         ledger.record(op, tensors, group, staying)
-        return original.__get__(group)(*args, **kwargs)
+        return original(group, *args, **kwargs)
 
     return method
 
@@ -238,7 +194,7 @@ class _FunctionalCollectives(TorchDispatchMode):
                 self.ledger.record(op.removeprefix("i"), [tensor], group)
             return
         op = next(op for prefix, op in _FUNCTIONAL.items() if name.startswith(prefix))
-        tensors = list(_tensors(next(iter(given.values()))))
+        tensors = list(tensors_in(next(iter(given.values()))))
         staying = 0
         if op == "all_gather":
             tensors *= group.size()  # the first argument is one rank's piece
@@ -257,15 +213,6 @@ _FUNCTIONAL = {
     "isend": "send",
     "irecv": "recv",
 }
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    for part in value:
-        yield from _tensors(part)
 
 
 def _staying(inputs: list[Tensor], splits: Any, group: dist.ProcessGroup) -> int:

@@ -6,16 +6,20 @@
     ledger.highest      the most each purpose ever took, each at its own moment
 
 It counts tensors, not what an allocator reserves for them, so it is exact, the same on every device, and needs no
-counters of a device. It sees each storage when an operator first returns it, and forgets it when torch frees it. It
-costs time at every operator: for tests and for looking closely, not for a run.
+counters of a device: fake tensors, which have sizes and no memory, count as others do. It sees each storage when an
+operator first returns it, and forgets it when torch frees it. It costs time at every operator: for tests, dry runs and
+for looking closely, not for a run.
 
 Purposes, by who holds a storage; views count once:
 
     weights      the parameters as they are between steps (their shards), and buffers
-    gradients    .grad of a parameter, whole or shard, and the buffers of its reduction
+    gradients    .grad of a parameter, whole or shard
     optimizer    the optimizer's state
-    gathered     whole copies of sharded parameters, and the buffers of their all-gather
+    gathered     whole copies of sharded parameters, and the buffers in which they arrive
+    buffers      of FSDP2's reductions of gradients
     activations  everything else made inside: what backward keeps, and temporaries
+    logits       the same, while `made` says so: of the head and the loss
+    other        the same: of the update
 """
 
 from __future__ import annotations
@@ -23,13 +27,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 
 @dataclass
@@ -40,11 +46,14 @@ class MemoryUse:
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0
+    buffers: int = 0
     activations: int = 0
+    logits: int = 0
+    other: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
+        return sum(astuple(self))
 
     def largest(self, other: MemoryUse) -> MemoryUse:
         """The larger of both for each purpose."""
@@ -61,16 +70,24 @@ class MemoryLedger(TorchDispatchMode):
     Attributes:
         peak: at the operator with the highest total.
         highest: of each purpose, at its own highest operator.
+        made: the purpose of whatever is made from now on and gets no other.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().__init__()
         self.optimizer = optimizer
         self.peak, self.highest = MemoryUse(), MemoryUse()
+        self.made: Literal["activations", "logits", "other"] = "activations"
+        self._sums = dict.fromkeys(_PURPOSES, 0)
+        self._peak = 0
+        self._names: dict[Any, str] = {}
+        self._operators = 0
         self._storages: dict[int, _Storage] = {}  # by address; dead ones remove themselves
+        # Places where a parameter stands. While a unit is gathered its modules hold whole parameters instead
+        modules = [module._parameters for module in model.modules() if module._parameters]
+        self._places = [_Place(parameters, name) for parameters in modules for name in parameters]
         self._parameters = list(model.parameters())
-        # While a unit is gathered its modules hold whole parameters instead
-        self._registered = [module._parameters for module in model.modules() if module._parameters]
+        self._hooks: list[RemovableHandle] = []
         self._states_marked = 0
         for tensor in (*self._parameters, *model.buffers()):
             self._mark(tensor, "weights")
@@ -80,66 +97,127 @@ class MemoryLedger(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # compiled blocks stay compiled; their operators are seen when they run
 
+    def __enter__(self) -> MemoryLedger:
+        # FSDP2 frees gathered parameters by resizing their storages, which no operator tells of
+        resize = torch.UntypedStorage.resize_
+        setattr(torch.UntypedStorage, "resize_", self._resizing(resize))  # noqa: B010 - the class has it from its base
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        delattr(torch.UntypedStorage, "resize_")  # the base's is seen again
+        while self._hooks:
+            self._hooks.pop().remove()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if DTensor in types:
             return NotImplemented  # DTensor comes back with its local tensors
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        for purpose, value in self._purposes(str(func), args, kwargs, out):
-            for tensor in tree_leaves(value):
-                if isinstance(tensor, Tensor):
-                    self._mark(tensor, purpose)
-        use = self.now()
-        if use.total > self.peak.total:
-            self.peak = use
-        self.highest = self.highest.largest(use)
+        with torch._C.DisableTorchFunction():  # nobody else need see the looking
+            name = self._name(func)
+            for purpose, value in self._purposes(name, args, kwargs, out):
+                for tensor in [value] if isinstance(value, Tensor) else tree_leaves(value):
+                    if isinstance(tensor, Tensor):
+                        self._mark(tensor, purpose)
+            self._operators += 1
+            self._mark_state()
+            # A look at every parameter is dear. FSDP2 exchanges them around its own operators, and autograd tells of
+            # each gradient; what nobody tells of (deferred weight gradients) waits a little
+            if name.startswith("fsdp.") or self._operators % LOOK_EVERY == 0:
+                self._mark_held()
+        self._note()
         return out
+
+    def _name(self, func: Any) -> str:
+        if (name := self._names.get(func)) is None:
+            name = self._names[func] = str(func)
+        return name
 
     def now(self) -> MemoryUse:
         """What is live at this moment."""
         self._mark_held()
-        sums = dict.fromkeys(_PURPOSES, 0)
-        for storage in tuple(self._storages.values()):
-            if (alive := storage.reference()) is not None:
-                sums[storage.purpose] += alive.nbytes()
-        return MemoryUse(**sums)
+        return MemoryUse(**self._sums)
+
+    def _note(self) -> None:
+        """Keeps what is highest."""
+        sums, highest = self._sums, self.highest
+        if (total := sum(sums.values())) > self._peak:
+            self._peak, self.peak = total, MemoryUse(**sums)
+        for purpose, value in sums.items():
+            if value > getattr(highest, purpose):
+                setattr(highest, purpose, value)
 
     def _purposes(self, name: str, args: Any, kwargs: Any, out: Any) -> Iterator[tuple[str, Any]]:
         if name.startswith(_GATHERS):
             yield "gathered", (out, kwargs)
-        elif name.startswith(_REDUCTIONS):
-            yield "gradients", (args, kwargs, out)
-        elif name.startswith("aten._to_copy") and self._purpose(args[0]) == "gradients":
+        elif name.startswith(_COPY_GRADIENTS):
+            yield "gradients", args
+            yield "buffers", kwargs
+        elif name.startswith(_REDUCE) and self._purpose(args[1]) == "buffers":  # tensor ranks reduce, too
+            yield "buffers", args[0]
+        elif name.startswith("aten._to_copy") and self._purpose(args[0]) in ("gradients", "buffers"):
             yield "gradients", out  # FSDP2 accumulates gradients in the reduce type
         else:
-            yield "activations", out
+            yield self.made, out
 
     def _mark_held(self) -> None:
         """Marks what has become a parameter, a gradient or optimizer state since the last look."""
-        for parameters in self._registered:
-            for parameter in parameters.values():
-                if parameter is not None:
-                    self._mark(parameter, "gathered")  # unless it is one of the weights
-                    if parameter.grad is not None:
-                        self._mark(parameter.grad, "gradients")
+        for place in self._places:
+            parameter = place.parameters[place.name]
+            if parameter is None:
+                continue
+            if parameter is not place.last:
+                place.last = parameter
+                self._mark(parameter, "gathered")  # unless it is one of the weights
+                if parameter.requires_grad and parameter.is_leaf:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._mark_gradient))
+            if parameter.grad is not None:
+                self._mark_gradient(parameter)
         for parameter in self._parameters:
             if parameter.grad is not None:
-                self._mark(parameter.grad, "gradients")
-        if self.optimizer is not None and len(self.optimizer.state) != self._states_marked:
-            self._states_marked = len(self.optimizer.state)
-            for tensor in tree_leaves(list(self.optimizer.state.values())):
-                if isinstance(tensor, Tensor):
-                    self._mark(tensor, "optimizer")
+                self._mark_gradient(parameter)
+        self._mark_state()
+
+    def _mark_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._mark(parameter.grad, "gradients")
+
+    def _mark_state(self) -> None:
+        if self.optimizer is None or len(self.optimizer.state) == self._states_marked:
+            return
+        self._states_marked = len(self.optimizer.state)
+        for tensor in tree_leaves(list(self.optimizer.state.values())):
+            if isinstance(tensor, Tensor):
+                self._mark(tensor, "optimizer")
 
     def _mark(self, tensor: Tensor, purpose: str) -> None:
         storage = _local(tensor).untyped_storage()
-        known = self._storages.get(storage._cdata)
+        address = storage._cdata
+        known = self._storages.get(address)
         if known is None:
-            address = storage._cdata
-            reference = weakref.ref(storage, lambda _: self._storages.pop(address, None))
-            self._storages[address] = _Storage(reference, purpose)
-        elif known.purpose != "weights" and purpose != "activations":
+            reference = weakref.ref(storage, partial(self._forget, address))
+            self._storages[address] = _Storage(reference, purpose, storage.nbytes())
+            self._sums[purpose] += storage.nbytes()
+        elif purpose != known.purpose and known.purpose != "weights" and purpose not in _MADE:
+            self._sums[known.purpose] -= known.nbytes
+            self._sums[purpose] += known.nbytes
             known.purpose = purpose
+
+    def _forget(self, address: int, _: object) -> None:
+        storage = self._storages.pop(address)
+        self._sums[storage.purpose] -= storage.nbytes
+
+    def _resizing(self, original: Any) -> Any:
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = original(storage, nbytes)
+            if known := self._storages.get(storage._cdata):
+                self._sums[known.purpose] += storage.nbytes() - known.nbytes
+                known.nbytes = storage.nbytes()
+            return result
+
+        return resize_
 
     def _purpose(self, tensor: Tensor) -> str | None:
         known = self._storages.get(tensor.untyped_storage()._cdata)
@@ -150,11 +228,24 @@ class MemoryLedger(TorchDispatchMode):
 class _Storage:
     reference: weakref.ref[torch.UntypedStorage]
     purpose: str
+    nbytes: int
 
 
+@dataclass
+class _Place:
+    """Where a module keeps a parameter, and what stood there at the last look."""
+
+    parameters: dict[str, Any]
+    name: str
+    last: Tensor | None = None
+
+
+LOOK_EVERY = 64
+"""Operators."""
 _PURPOSES = tuple(field.name for field in fields(MemoryUse))
-_GATHERS = ("fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy", "c10d._allgather_base_")
-_REDUCTIONS = ("fsdp.chunk_cat", "c10d._reduce_scatter_base_")
+_MADE = ("activations", "logits", "other")
+_GATHERS = ("fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy")
+_COPY_GRADIENTS, _REDUCE = "fsdp.chunk_cat", "c10d._reduce_scatter_base_"
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -19,7 +19,15 @@ TENSORBOARD_NAMES: dict[str, str] = {
     "time_step": "time_metrics/end_to_end(s)",
     "time_data": "time_metrics/data_loading(s)",
     "time_data_percent": "time_metrics/data_loading(%)",
+    "time_forward": "time_metrics/forward(s)",
+    "time_backward": "time_metrics/backward(s)",
+    "time_optimizer": "time_metrics/optimizer(s)",
+    "time_messages": "time_metrics/pipeline_messages(s)",
     "time_excluded": "time_metrics/excluded(s)",
+    "rank_busy_min": "ranks/busy_min(s)",
+    "rank_busy_median": "ranks/busy_median(s)",
+    "rank_busy_max": "ranks/busy_max(s)",
+    "rank_busy_slowest": "ranks/busiest_rank",
     "memory_peak_gib": "memory/max_reserved(GiB)",
     "memory_peak_percent": "memory/max_reserved(%)",
     "memory_active_gib": "memory/max_active(GiB)",
@@ -33,6 +41,12 @@ FRACTIONS = ("mfu", "hfu")
 """0 to 1 in metrics.jsonl, percent in TensorBoard and on the console."""
 
 
+EXPOSED = "time_exposed/"
+"""Beginning of the names of exposed communication; the mesh axis follows."""
+LINK = "time_link/"
+"""Beginning of the names of transfer times; the mesh axis follows."""
+
+
 def tensorboard_scalars(metrics: dict[str, MetricValue], optimizer_name: str) -> dict[str, float]:
     """The numbers of one step under their TensorBoard names; strings and unknowns are left out.
 
@@ -43,5 +57,9 @@ def tensorboard_scalars(metrics: dict[str, MetricValue], optimizer_name: str) ->
         if value is None or isinstance(value, str):
             continue
         name = f"lr/{optimizer_name}" if key == "lr" else TENSORBOARD_NAMES.get(key, key)
+        if key.startswith(EXPOSED):
+            name = f"time_metrics/exposed_{key.removeprefix(EXPOSED)}(s)"
+        if key.startswith(LINK):
+            name = f"ranks/link_{key.removeprefix(LINK)}(s)"
         scalars[name] = 100.0 * value if key in FRACTIONS else float(value)
     return scalars

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from titan5d.metrics.console import format_duration, three_digits
-from titan5d.metrics.names import MetricValue
+from titan5d.metrics.names import EXPOSED, MetricValue
 
 MFU_CONVENTION = (
     "counted: forward and backward of the model, attention within documents and under the causal mask,"
@@ -37,7 +37,8 @@ class ClosingSummary:
             if isinstance(value, float | int):
                 first = self._losses[key][0] if key in self._losses else (step, value)
                 self._losses[key] = [first, (step, value)]
-        for key in ("tps", "tps_per_device", "mfu", "hfu", "memory_peak_gib", "memory_peak_percent"):
+        times = [key for key in metrics if key.startswith("time_")]
+        for key in ("tps", "tps_per_device", "mfu", "hfu", "memory_peak_gib", "memory_peak_percent", *times):
             value = metrics.get(key)
             if isinstance(value, float | int) and math.isfinite(value):
                 self._series.setdefault(key, []).append(value)
@@ -83,7 +84,25 @@ class ClosingSummary:
             if isinstance(peak, float | int):
                 mfu += f"; of {three_digits(peak / 1e12)} TFLOP/s per device, {source}"
             lines += [_line("MFU", mfu), _line("", MFU_CONVENTION)]
+        return lines + self._phases()
+
+    def _phases(self) -> list[str]:
+        """What the median step consisted of, and what of that was waiting for other ranks."""
+        if not self._series.keys() & {"time_forward", "time_messages"}:
+            return []
+        step = median(self._series["time_step"])
+        names = ("data", "forward", "backward", "messages", "optimizer")
+        found = [name for name in names if f"time_{name}" in self._series]
+        shares = [f"{name} {self._share(f'time_{name}', step)}" for name in found]
+        lines = [_line("step", f"{three_digits(1000 * step)} ms (median): {', '.join(shares)}")]
+        exposed = sorted(key for key in self._series if key.startswith(EXPOSED))
+        if exposed:
+            waits = [f"{key.removeprefix(EXPOSED)} {self._share(key, step)}" for key in exposed]
+            lines.append(_line("", f"of that, waiting for collectives: {', '.join(waits)}"))
         return lines
+
+    def _share(self, key: str, step: float) -> str:
+        return f"{100 * median(self._series[key]) / step:.0f}%"
 
 
 def _line(name: str, value: str) -> str:

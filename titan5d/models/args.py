@@ -22,7 +22,7 @@ class Balance:
         z_loss_coefficient: weight of the mean squared log-sum-exp of the router's logits; 0 = none.
         bias_update_rate: step of the selection bias, once per optimizer step; 0 = the bias stays as it is.
         capacity_factor: an expert takes at most this multiple of its even share of each row; 0 = all it is sent.
-        force_load_balance: choose experts in turn instead of by score, for benchmarks.
+        force_load_balance: choose experts in turn along each row instead of by score, for benchmarks.
         score_before_w2: weigh an expert's hidden vector instead of its output: the same value, and other activations
             are kept for backward (see experts.py).
     """

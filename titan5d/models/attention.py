@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan5d.models.linear import Linear
 from titan5d.models.norm import RMSNorm
 from titan5d.models.products import Products
 from titan5d.models.rope import apply_rotary
@@ -68,10 +69,10 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=bias)
+        self.wq = Linear(dim, n_heads * head_dim, bias=bias)
+        self.wk = Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.wv = Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.wo = Linear(n_heads * head_dim, dim, bias=bias)
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.core: nn.Module = SDPACore()

@@ -35,9 +35,11 @@ class ChunkedCrossEntropy:
 
     Attributes:
         chunk_bytes: largest piece of the fp32 logits held at once, bytes; 0 = all at once.
+        losses_of: what happens to a chunk's logits; None = `token_losses`. May be replaced by a compiled form.
     """
 
     chunk_bytes: int = 64 * 2**20
+    losses_of: TokenLosses | None = None
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """
@@ -51,7 +53,7 @@ class ChunkedCrossEntropy:
             differentiable. Without any target both are exactly 0, and so are the gradients.
         """
         chunks = self.chunks(labels.numel(), weight.shape[0])
-        return linear_cross_entropy(hidden, weight, labels, chunks, token_losses)
+        return linear_cross_entropy(hidden, weight, labels, chunks, self.losses_of or token_losses)
 
     def chunks(self, tokens: int, vocab_size: int) -> int:
         """Into how many pieces of nearly equal size the logits of so many tokens are cut."""

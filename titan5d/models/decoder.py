@@ -81,6 +81,8 @@ class Decoder(nn.Module):
         args: the sizes.
         layers: blocks by their global number, "0", "1", ...
         prepare_mask: document ids -> what every `attention.core` gets as its mask; called once per forward.
+        compute_dtype: type of the hidden states, in which everything but routers, norms' sums and the loss computes;
+            None = the type of the weights.
         prepare_padding: document ids -> (B, S) bool for the tokens on this device, or None; what experts leave out.
 
     Raises ValueError listing every problem of `args`.
@@ -97,6 +99,7 @@ class Decoder(nn.Module):
         self.output: OutputHead | None = OutputHead(args.dim, args.vocab_size)
         self.rope = RotaryEmbedding(args.rope_dim, args.rope_theta, _rotary_scaling(args))
         self.prepare_mask: Callable[[Tensor | None], Tensor | None] = document_causal_mask
+        self.compute_dtype: torch.dtype | None = None
         self.prepare_padding: Callable[[Tensor | None], Tensor | None] = padding_of
         self._tie()
 
@@ -147,6 +150,8 @@ class Decoder(nn.Module):
         padding = self.prepare_padding(document_ids) if routers else None
         counting = self.training and torch.is_grad_enabled()
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (B, S, D)
+        if self.compute_dtype is not None:
+            h = h.to(self.compute_dtype)
         for name, block in self.layers.items():
             h = block(h, cos, sin, mask, padding)
             if counting and name in routers:

@@ -47,7 +47,7 @@ class Experts(nn.Module):
             has_tail: whether rows may follow that belong to no expert; they come out as zeros.
             weights: (N,) fp32 to weigh the hidden vectors by; None = not here.
         """
-        w1, w2, w3 = (self.local_weight(weight) for weight in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (self.local_weight(weight).to(rows.dtype) for weight in (self.w1, self.w2, self.w3))
         gate = grouped_mm(rows, w1, ends, has_tail)  # (N, ffn_dim)
         up = grouped_mm(rows, w3, ends, has_tail)  # (N, ffn_dim)
         hidden = swiglu(gate, up) if weights is None else _WeightedSwiGLU.apply(gate, up, weights)

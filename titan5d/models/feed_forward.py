@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from titan5d.models.linear import Linear
 from titan5d.models.products import Products
 
 
@@ -20,9 +21,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w1 = Linear(dim, ffn_dim, bias=False)
+        self.w2 = Linear(ffn_dim, dim, bias=False)
+        self.w3 = Linear(dim, ffn_dim, bias=False)
         self.products = Products()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from titan5d.models.args import ModelArgs
 from titan5d.models.attention import SDPACore
+from titan5d.models.linear import Linear
 from titan5d.models.norm import RMSNorm
 from titan5d.models.products import Products
 from titan5d.models.rope import apply_rotary
@@ -38,20 +39,20 @@ class LatentAttention(nn.Module):
         self.nope, self.rope, self.v_dim = args.qk_nope_head_dim, args.qk_rope_head_dim, args.v_head_dim
         self.kv_rank = args.kv_lora_rank
         bias, q_dim = args.attention_bias, args.n_heads * args.head_dim
-        self.wq: nn.Linear | None = None
-        self.wq_a: nn.Linear | None = None
+        self.wq: Linear | None = None
+        self.wq_a: Linear | None = None
         self.q_norm: RMSNorm | None = None
-        self.wq_b: nn.Linear | None = None
+        self.wq_b: Linear | None = None
         if args.q_lora_rank:
-            self.wq_a = nn.Linear(args.dim, args.q_lora_rank, bias=bias)
+            self.wq_a = Linear(args.dim, args.q_lora_rank, bias=bias)
             self.q_norm = RMSNorm(args.q_lora_rank, LATENT_NORM_EPS)
-            self.wq_b = nn.Linear(args.q_lora_rank, q_dim, bias=False)
+            self.wq_b = Linear(args.q_lora_rank, q_dim, bias=False)
         else:
-            self.wq = nn.Linear(args.dim, q_dim, bias=False)
-        self.wkv_a = nn.Linear(args.dim, self.kv_rank + self.rope, bias=bias)
+            self.wq = Linear(args.dim, q_dim, bias=False)
+        self.wkv_a = Linear(args.dim, self.kv_rank + self.rope, bias=bias)
         self.kv_norm = RMSNorm(self.kv_rank, LATENT_NORM_EPS)
-        self.wkv_b = nn.Linear(self.kv_rank, args.n_heads * (self.nope + self.v_dim), bias=False)
-        self.wo = nn.Linear(args.n_heads * self.v_dim, args.dim, bias=bias)
+        self.wkv_b = Linear(self.kv_rank, args.n_heads * (self.nope + self.v_dim), bias=False)
+        self.wo = Linear(args.n_heads * self.v_dim, args.dim, bias=bias)
         self.core: nn.Module = SDPACore()
         self.products = Products()
         # YaRN sharpens the whole score, not the rotated part alone

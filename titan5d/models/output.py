@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan5d.models.cross_entropy import ChunkedCrossEntropy
+from titan5d.models.linear import Linear
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(hidden (B, S, D), weight (V, D), labels (B, S)) -> (loss_sum (), row_sums (B,)), both fp32."""
 
 
-class OutputHead(nn.Linear):
+class OutputHead(Linear):
     """A linear map dim -> vocab_size without bias, whose loss never holds all logits.
 
     Attributes:
@@ -29,4 +30,4 @@ class OutputHead(nn.Linear):
         """hidden (B, S, D) -> logits (B, S, V); with labels (B, S): `(loss_sum, row_sums)` of `cross_entropy`."""
         if labels is None:
             return super().forward(hidden)
-        return self.cross_entropy(hidden, self.weight, labels)
+        return self.cross_entropy(hidden, self.weight.to(hidden.dtype), labels)

@@ -45,6 +45,7 @@ class Router(nn.Module):
         local_weight: `weight` -> the tensor to multiply with on this device; here it is the same.
         sum_over_row: adds up counts (B, E) over the devices that hold parts of these rows; here there is one.
         drop: choices (B, S, k), n_experts, factor -> the choices, those over an expert's capacity of the row replaced.
+        places: how many tokens of each row are here, device -> (S,) int64, their places in the whole row.
     """
 
     bias: Tensor
@@ -66,6 +67,7 @@ class Router(nn.Module):
         self.local_weight: Callable[[Tensor], Tensor] = _same
         self.sum_over_row: Callable[[Tensor], Tensor] = _same
         self.drop: Callable[[Tensor, int, float], Tensor] = drop_over_capacity
+        self.places: Callable[[int, torch.device], Tensor] = _whole_row
         for name, value in self._fresh_buffers(self.weight.device).items():
             self.register_buffer(name, value, persistent=name in ("bias", "load"))
 
@@ -127,10 +129,10 @@ class Router(nn.Module):
     def _choose(self, scores: Tensor) -> Tensor:
         """The top_k experts of each token: (B, S, E) -> (B, S, top_k)."""
         if self.balance.force_load_balance:
-            turns = (
-                torch.arange(scores.shape[:-1].numel() * self.top_k, device=scores.device) % self.n_experts
-            )
-            return turns.view(*scores.shape[:-1], self.top_k)
+            # by the place in the whole row alone, so that no layout shows in it
+            first = self.places(scores.shape[1], scores.device) * self.top_k  # (S,)
+            turns = first[:, None] + torch.arange(self.top_k, device=scores.device)  # (S, k)
+            return (turns % self.n_experts).expand(scores.shape[0], -1, -1)
         choice = scores + self.bias
         if self.n_limited_groups < self.n_groups:
             groups = choice.unflatten(-1, (self.n_groups, -1))  # (B, S, groups, experts of one)
@@ -210,3 +212,7 @@ class Router(nn.Module):
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _whole_row(length: int, device: torch.device) -> Tensor:
+    return torch.arange(length, device=device)

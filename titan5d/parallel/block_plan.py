@@ -211,6 +211,11 @@ def _plan(
     return RingPlan(rank, cut.degree, tuple(blocks), _hops(cut, _reach(cut, seq_len, bounds)))
 
 
+def forget_plans() -> None:
+    """Empties the memory of plans: those made beside fake tensors are of no use to others."""
+    _plan.cache_clear()
+
+
 Bounds = tuple[Tensor, Tensor, Tensor]
 """For all documents of all rows, (n,) each: row, first position, position after the last."""
 

@@ -121,6 +121,11 @@ class RowPiece:
         contexts = pieces.unflatten(0, (-1, self.tensor_ranks))  # (cp, tp, B, S / ranks, ...)
         return self.cut.unshard([torch.cat(list(slices), dim=1) for slices in contexts])
 
+    def places(self, length: int, device: torch.device) -> Tensor:
+        """Where in the whole row the `length` tokens of this rank stand: (length,) int64."""
+        ranks = self.cut.degree * self.tensor_ranks
+        return self.of(torch.arange(length * ranks, device=device)[None])[0]
+
     def padding(self, document_ids: Tensor | None) -> Tensor | None:
         """document ids (B, S) of whole rows -> (B, S / ranks) bool."""
         return None if document_ids is None else padding_of(self.of(document_ids))
@@ -128,6 +133,7 @@ class RowPiece:
 
 def cut_rows(router: Router, piece: RowPiece, group: dist.ProcessGroup) -> None:
     """Makes what a router does by row do so for rows that are shared by the ranks of `group`."""
+    router.places = piece.places
     router.sum_over_row = partial(sum_counts, group_name=group.group_name)
     router.drop = partial(_drop_in_whole_rows, piece=piece, group_name=group.group_name, ranks=group.size())
 

@@ -18,6 +18,7 @@ whatever ran there. Rows that go nowhere (padding, over capacity) are not sent a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan5d.models.moe import Rows
+
+ReadCounts = Callable[[Tensor, int], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,25 @@ class Trip:
         return flight.land()
 
 
+def read_counts(counts: Tensor, n_rows: int) -> list[list[int]]:
+    """Brings counts (2, ranks) to the host: rows to and rows from each rank. n_rows: rows of this rank."""
+    return counts.tolist()  # waits for the device
+
+
 class AllToAll:
-    """The exchange (models/moe.py) of ranks that share the experts: rank r of e holds experts r E/e to (r + 1) E/e."""
+    """The exchange (models/moe.py) of ranks that share the experts: rank r of e holds experts r E/e to (r + 1) E/e.
+
+    Attributes:
+        read_counts: how the host learns how many rows go where.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self.read_counts: ReadCounts = read_counts
 
     def send(self, rows: Rows) -> list[Trip]:
         """Trips of the rows and, if they travel with them, of their weights."""
-        route = plan_route(rows.ends, rows.rows.shape[0], self.group)
+        route = plan_route(rows.ends, rows.rows.shape[0], self.group, self.read_counts)
         trips = []
         for tensor in (rows.rows, rows.weights):
             if tensor is not None:
@@ -117,7 +130,9 @@ class AllToAll:
 
 
 @torch.no_grad()
-def plan_route(ends: Tensor, n_rows: int, group: dist.ProcessGroup) -> Route:
+def plan_route(
+    ends: Tensor, n_rows: int, group: dist.ProcessGroup, read_counts: ReadCounts = read_counts
+) -> Route:
     """The route of rows sorted by expert, ends (E,) int32. Collective: the ranks tell each other their counts."""
     ranks = group.size()
     zero = ends.new_zeros(1)
@@ -125,7 +140,7 @@ def plan_route(ends: Tensor, n_rows: int, group: dist.ProcessGroup) -> Route:
     arriving = torch.empty_like(counts)  # of each rank the counts of the experts here
     dist.all_to_all_single(arriving, counts, group=group)
     arriving = arriving.view(ranks, -1)  # (ranks, experts here)
-    by_rank = torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))).tolist()  # waits for the device
+    by_rank = read_counts(torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))), n_rows)
     sort = unsort = None
     if arriving.shape[1] > 1:
         numbers = torch.arange(arriving.shape[1], device=ends.device).repeat(ranks)

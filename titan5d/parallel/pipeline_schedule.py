@@ -16,10 +16,10 @@ the first step; and its interfaces differ between versions. What is left of it w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,10 @@ class Trace(Protocol):
     def start_step(self) -> None: ...
 
     def run_slot(self, slot: Slot, work: Callable[[], None]) -> None: ...
+
+
+Phases = Callable[[str], AbstractContextManager[Any]]
+"""Called with "forward", "backward" or "messages" around each: who wants to know what a rank is doing."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +95,21 @@ class Pipeline:
         connect(groups, self.schedule, device)
 
     def step(
-        self, micro_batches: Sequence[StageInput], scaled: Callable[[Tensor], Tensor]
+        self,
+        micro_batches: Sequence[StageInput],
+        scaled: Callable[[Tensor], Tensor],
+        phases: Phases = nullcontext,
     ) -> tuple[Tensor, Tensor]:
         """Forward and backward of all micro-batches of an optimizer step.
 
         Args:
             scaled: sum of token losses of a micro-batch -> its share of the step's loss, which backward runs on.
+            phases: told what is going on.
 
         Returns:
             (sum of token losses, fp32 scalar; by row, fp32 (rows,)), on every rank of the pipeline.
         """
-        run = _Pass(self, self.schedule, micro_batches, scaled)
+        run = _Pass(self, self.schedule, micro_batches, scaled, phases)
         if self.trace is not None:
             self.trace.start_step()
         run.run(self.trace)
@@ -174,13 +182,14 @@ class _Pass:
         schedule: Schedule,
         micro_batches: Sequence[StageInput],
         scaled: Callable[[Tensor], Tensor] | None,
+        phases: Phases = nullcontext,
     ) -> None:
         if len(micro_batches) != schedule.microbatches:
             raise ValueError(
                 f"{len(micro_batches)} micro-batches for a table of {schedule.microbatches} ({schedule.name})"
             )
         self.pipeline, self.schedule = pipeline, schedule
-        self.micro_batches, self.scaled = micro_batches, scaled
+        self.micro_batches, self.scaled, self.phases = micro_batches, scaled, phases
         self.rank = pipeline.groups.rank
         self.messages = Messages(schedule, pipeline.groups, self._shape, pipeline.dtype, pipeline.device)
         self.local: dict[tuple[str, int, int], Tensor] = {}  # made and used by stages of this rank
@@ -196,33 +205,35 @@ class _Pass:
             # one slot ahead: what the next one needs travels while this one computes
             for soon in row[index : index + 2]:
                 self.messages.expect(needed_messages(soon, self.rank, self.schedule))
-            arrived = {
-                message: self.messages.receive(message)
-                for message in needed_messages(slot, self.rank, self.schedule)
-            }
+            with self.phases("messages"):
+                arrived = {
+                    message: self.messages.receive(message)
+                    for message in needed_messages(slot, self.rank, self.schedule)
+                }
             self.local |= arrived
             if trace is None:
                 self._run_slot(slot)
             else:
                 trace.run_slot(slot, partial(self._run_slot, slot))
-        self.messages.finish()
+        with self.phases("messages"):
+            self.messages.finish()
 
     def _run_slot(self, slot: Slot) -> None:
         if isinstance(slot, Overlap):
             self._overlap(slot)
         elif slot.kind == "F":
-            self._forward(slot)
-        elif slot.kind == "W":
-            self._weight_gradients(slot)
+            with self.phases("forward"):
+                self._forward(slot)
         else:
-            self._backward(slot)
+            with self.phases("backward"):
+                self._weight_gradients(slot) if slot.kind == "W" else self._backward(slot)
 
     def _overlap(self, slot: Overlap) -> None:
         """A forward and a backward of two micro-batches in one slot. Their communication is to hide behind each
         other's compute: what a block exchanges inside (all-to-all of experts) is where they can be interleaved. Here
         they run one after the other, which computes the same."""
-        self._forward(slot.forward)
-        self._backward(slot.backward)
+        self._run_slot(slot.forward)
+        self._run_slot(slot.backward)
 
     def _forward(self, action: Action) -> None:
         stage, _, index = action

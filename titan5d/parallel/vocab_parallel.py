@@ -125,6 +125,8 @@ class VocabParallelCrossEntropy(ChunkedCrossEntropy):
     def __init__(self, slice: VocabSlice, cut: TensorCut, gather_logits: bool, chunk_bytes: int) -> None:
         super().__init__(chunk_bytes)
         self.slice, self.cut, self.gather_logits = slice, cut, gather_logits
+        losses = gathered_token_losses if gather_logits else parallel_token_losses
+        self.losses_of = partial(losses, slice=slice, cut=cut)
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """
@@ -138,9 +140,8 @@ class VocabParallelCrossEntropy(ChunkedCrossEntropy):
         """
         # from the width of a full slice, so that all ranks have equally many chunks
         chunks = self.chunks(labels.numel(), self.slice.size if self.gather_logits else self.slice.width)
-        losses = gathered_token_losses if self.gather_logits else parallel_token_losses
-        losses_of = partial(losses, slice=self.slice, cut=self.cut)
-        return linear_cross_entropy(whole(hidden, self.cut), weight, labels, chunks, losses_of)
+        assert self.losses_of is not None
+        return linear_cross_entropy(whole(hidden, self.cut), weight, labels, chunks, self.losses_of)
 
 
 def parallel_token_losses(

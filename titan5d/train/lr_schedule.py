@@ -26,6 +26,7 @@ import math
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 DecayType = Literal["linear", "sqrt", "cosine"]
 
@@ -114,7 +115,10 @@ class LRSchedule:
             config.min_lr_factor,
         )
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * self.factor
+            if isinstance(group["lr"], Tensor):  # a compiled update reads the rate from memory
+                group["lr"].fill_(peak * self.factor)
+            else:
+                group["lr"] = peak * self.factor
 
     @property
     def lr(self) -> float:

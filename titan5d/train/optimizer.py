@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan5d.train.muon import Muon
+from titan5d.train.narrow_state import narrow_adam
 
 MUON_MOMENTUM = 0.95
 """Jordan's value, taken when the config leaves `momentum` at 0: Muon without momentum is no known method."""
@@ -31,6 +32,7 @@ class OptimizerConfig(Protocol):
     eps: float
     weight_decay: float
     momentum: float
+    state_dtype: Literal["float32", "int8", "float8", "int4"]
     implementation: Literal["for-loop", "foreach", "fused"]
 
 
@@ -68,6 +70,8 @@ def build_optimizer(
     foreach = config.implementation == "foreach"
     fused = config.implementation == "fused"
     betas = (config.beta1, config.beta2)
+    if config.state_dtype != "float32":
+        return narrow_adam(groups, config.name == "AdamW", config.state_dtype, config.lr, betas, config.eps)
     if config.name == "AdamW":
         return torch.optim.AdamW(groups, config.lr, betas, config.eps, foreach=foreach, fused=fused)
     if config.name == "Adam":

@@ -25,7 +25,9 @@ from titan5d.metrics.console import ConsoleWriter
 from titan5d.metrics.flops import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute, flop_shape, training_flops
 from titan5d.metrics.memory import MemoryMonitor
 from titan5d.metrics.names import MetricValue
+from titan5d.metrics.phases import StepPhases
 from titan5d.metrics.pipeline_trace import PipelineTrace
+from titan5d.metrics.stragglers import Stragglers
 from titan5d.metrics.summary import MFU_CONVENTION, ClosingSummary
 from titan5d.metrics.throughput import Throughput
 from titan5d.metrics.writers import (
@@ -73,6 +75,8 @@ class RunReport:
             path = self.folder / f"samples-rank{dist.get_rank()}.jsonl"
             keep_steps_before(path, step + 1)
             self.samples = path.open("a", encoding="utf-8")
+        self.phases = StepPhases(device, meshes.groups())
+        self.stragglers = Stragglers(meshes.groups(), meshes.coordinates["pp"], device)
         # last: its clock starts now, and opening the writers is no training
         self.throughput = Throughput(
             layout.topology.world_size, training_flops(flop_shape(args)), self.peak, self._recompute()
@@ -162,7 +166,10 @@ class RunReport:
         values |= result.routing.metrics
         if self.pipeline_trace is not None:
             values |= self.pipeline_trace.write(step)
-        values |= self.throughput.report().metrics()
+        figures = self.throughput.report()
+        values |= figures.metrics()
+        values |= self.phases.metrics()
+        values |= self.stragglers.metrics(figures.time_step, figures.time_data, self.phases.exposed)
         values |= self._memory_of_the_fullest_rank()
         self.logger.log(step, values)
         if result.routing.load:

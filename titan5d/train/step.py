@@ -10,7 +10,9 @@ from functools import partial
 import torch
 
 from titan5d.data.dataset import MicroBatch
+from titan5d.metrics.phases import StepPhases
 from titan5d.models.decoder import Decoder
+from titan5d.parallel.audit import GradientAudit
 from titan5d.parallel.data import before_microbatch
 from titan5d.parallel.gradients import clip_by_norm, global_norm, reduce_partial_gradients
 from titan5d.parallel.mesh import Meshes
@@ -49,16 +51,21 @@ def train_step(
     max_norm: float,
     device: torch.device,
     pipeline: Pipeline | None = None,
+    phases: StepPhases | None = None,
+    audit: GradientAudit | None = None,
 ) -> StepResult:
     """Trains on one global batch, of which `micro_batches` are this rank's part.
 
     Without any valid target in the whole batch nothing changes. With a gradient norm that is not finite the update is
     left out, so a bad batch never reaches the weights or the optimizer's moments. With several pipeline ranks, `model`
-    is this rank's stages and `pipeline` runs them.
+    is this rank's stages and `pipeline` runs them. `phases` is told what is going on. `audit`, if
+    given, looks at the gradients before they are clipped.
     """
+    phases = phases or StepPhases(device)
     if pipeline is not None:
         micro_batches = list(split_rows(micro_batches, pipeline.plan.microbatch_size))
-    counts = count_step(micro_batches, meshes.group("batch"), device)
+    with phases("count"):
+        counts = count_step(micro_batches, meshes.group("batch"), device)
     valid = counts.valid_targets
     if valid == 0:
         return StepResult(0.0, 0.0, 0.0, counts, updated=False)
@@ -66,36 +73,47 @@ def train_step(
     routing.begin_step(model, counts)
     parameters = counted = list(model.parameters())
     if pipeline is None:
-        loss_sum, row_sums = accumulate(model, micro_batches, zero_stage, valid, device)
+        loss_sum, row_sums = accumulate(model, micro_batches, zero_stage, valid, device, phases)
     else:
         inputs = [stage_input(batch, device) for batch in micro_batches]
-        loss_sum, row_sums = pipeline.step(inputs, partial(normalized, valid_targets=valid))
+        loss_sum, row_sums = pipeline.step(inputs, partial(normalized, valid_targets=valid), phases)
         counted = pipeline.model.counted_parameters()
 
-    reduce_partial_gradients(parameters)
-    norm = global_norm(counted, pipeline_group=meshes.group("pp"))
-    clip_by_norm(parameters, norm, max_norm)
-    grad_norm = float(norm)
-    if finite := math.isfinite(grad_norm):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    load = routing.end_step(model, [meshes.group("stage"), meshes.group("pp")], updated=finite)
+    with phases("optimizer"):
+        reduce_partial_gradients(parameters)
+        if audit is not None:
+            audit.check()
+        norm = global_norm(counted, pipeline_group=meshes.group("pp"))
+        clip_by_norm(parameters, norm, max_norm)
+        grad_norm = float(norm)
+        if finite := math.isfinite(grad_norm):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
-    row_valid = torch.cat([(batch.labels != IGNORE).sum(dim=1) for batch in micro_batches])
-    groups = meshes.group("loss"), meshes.group("cp")
-    loss, max_loss = step_loss(loss_sum, row_sums, row_valid, valid, *groups)
+    with phases("loss"):
+        load = routing.end_step(model, [meshes.group("stage"), meshes.group("pp")], updated=finite)
+        row_valid = torch.cat([(batch.labels != IGNORE).sum(dim=1) for batch in micro_batches])
+        groups = meshes.group("loss"), meshes.group("cp")
+        loss, max_loss = step_loss(loss_sum, row_sums, row_valid, valid, *groups)
     return StepResult(loss, max_loss, grad_norm, counts, updated=finite, routing=load)
 
 
 def accumulate(
-    model: Decoder, micro_batches: Sequence[MicroBatch], zero_stage: int, valid: int, device: torch.device
+    model: Decoder,
+    micro_batches: Sequence[MicroBatch],
+    zero_stage: int,
+    valid: int,
+    device: torch.device,
+    phases: StepPhases,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward and backward, one micro-batch after the other: (sum of token losses; by row, (rows,))."""
     loss_sum, row_sums = torch.zeros((), device=device), []
     for index, batch in enumerate(micro_batches):
         before_microbatch(model, zero_stage, last=index == len(micro_batches) - 1)
-        part, rows = forward(model, batch, device)
-        normalized(part, valid).backward()
+        with phases("forward"):
+            part, rows = forward(model, batch, device)
+        with phases("backward"):
+            normalized(part, valid).backward()
         loss_sum += part.detach()
         row_sums.append(rows)
     return loss_sum, torch.cat(row_sums)

@@ -14,21 +14,21 @@ import torch.distributed as dist
 
 from titan5d.checkpoint.checkpoints import Checkpoints
 from titan5d.checkpoint.generators import seed_generators
-from titan5d.config.check import Layout, context_method
+from titan5d.config.check import Layout
 from titan5d.config.schema import Config
 from titan5d.data.loader import DataLoader
 from titan5d.data.validation import ValidationBatches
 from titan5d.launch.exit_status import DONE, FAILED, STOPPED
 from titan5d.launch.signals import StopSignals, signal_name
+from titan5d.launch.watchdog import GRACE, Progress
+from titan5d.metrics.phases import BETWEEN
 from titan5d.metrics.pipeline_trace import PipelineTrace
+from titan5d.metrics.profiling import Profiler
 from titan5d.models.args import ModelArgs
-from titan5d.parallel.apply import build_parallel_model
-from titan5d.parallel.context import ContextParallel
-from titan5d.parallel.data import DataParallel
+from titan5d.parallel.audit import GradientAudit
+from titan5d.parallel.low_precision import scale_after_updates
 from titan5d.parallel.mesh import Meshes
-from titan5d.parallel.pipeline import PipelineModel
-from titan5d.parallel.pipeline_schedule import Pipeline
-from titan5d.parallel.tensor import TensorParallel
+from titan5d.train.build import DTYPES, build_model, build_pipeline, low_precision
 from titan5d.train.lr_schedule import LRSchedule
 from titan5d.train.optimizer import build_optimizer
 from titan5d.train.report import RunReport
@@ -37,7 +37,6 @@ from titan5d.train.validate import validation_loss
 
 log = logging.getLogger("titan5d")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TIME_IS_UP = 1000
 """Why a run stops, beside the numbers of signals: job.max_minutes."""
 
@@ -57,49 +56,22 @@ class Trainer:
         self.config, self.args, self.layout, self.device = config, args, layout, device
         self.started = time.monotonic()
         training = config.training
+        self.time_limit = float(config.comm.init_timeout_seconds)  # of a collective
         seed_generators(layout.seed, dist.get_rank())
         self.meshes = Meshes(
             layout.topology,
             device.type,
-            timedelta(seconds=config.comm.init_timeout_seconds),
+            timedelta(seconds=self.time_limit + GRACE),
             has_experts=args.n_experts > 0,
         )
 
         self.loader, self.held_out = loader, held_out
-        self.model = build_parallel_model(
-            args,
-            self.meshes,
-            DataParallel(
-                stage=layout.zero_stage,
-                reshard_degree=config.parallelism.zero_reshard_degree,
-                param_dtype=DTYPES[training.mixed_precision_param],
-                reduce_dtype=DTYPES[training.mixed_precision_reduce],
-                cpu_offload=training.enable_cpu_offload,
-            ),
-            config.activation_checkpoint,
-            config.compile,
-            DTYPES[training.dtype],
-            layout.seed,
-            device,
-            TensorParallel(
-                sequence_parallel=config.parallelism.sequence_parallel,
-                loss_parallel=not config.parallelism.disable_loss_parallel,
-                regather_input=(
-                    config.parallelism.tensor_parallel_regather_input
-                    and config.activation_checkpoint.mode != "full"
-                ),
-                overlap=config.parallelism.enable_async_tensor_parallel,
-            ),
-            ContextParallel(
-                method=context_method(config),
-                load_balancer=config.parallelism.context_parallel_load_balancer or "none",
-            ),
-            layout.pipeline,
-        )
-        self.pipeline = self._pipeline()
+        self.model = build_model(config, args, layout, self.meshes, device)
+        self.pipeline = build_pipeline(config, layout, self.meshes, self.model, device)
         self.optimizer = build_optimizer(
             self.model.named_parameters(), config.optimizer, DTYPES[training.mixed_precision_param]
         )
+        scale_after_updates(self.model, self.optimizer, low_precision(config))
         self.lr = LRSchedule(self.optimizer, config.lr_scheduler, training.steps)
         self.checkpoints = Checkpoints(
             config, str(layout.topology), self.model, self.optimizer, loader, device
@@ -108,6 +80,12 @@ class Trainer:
         self.step = start.step
         self.skipped_in_a_row = int(start.run.get("skipped_in_a_row", 0))
         self.report = RunReport(config, args, layout, self.meshes, device, self.step)
+        self.phases = self.report.phases
+        self.phases.traced = config.profiling.enable_profiling
+        self.profiler = Profiler(
+            config.profiling, self.report.folder, device, dist.get_rank(), self.step
+        )
+        self.audit = GradientAudit(self.model, self.meshes) if config.debug.audit_gradients else None
         self.report.tokens_seen = int(start.run.get("tokens_seen", 0))
         self.report.skipped_steps = int(start.run.get("skipped_steps", 0))
         if config.profiling.pipeline_trace and self.pipeline is not None:
@@ -126,7 +104,7 @@ class Trainer:
             gc.disable()  # collections at different times on different ranks stall all of them
         self.report.start(self.model)
         try:
-            with StopSignals() as signals:
+            with StopSignals() as signals, self.profiler:
                 status = self._train(signals)
                 self.checkpoints.close()
         finally:
@@ -134,32 +112,46 @@ class Trainer:
             self.checkpoints.abandon()
         return status
 
+    def progress(self) -> Progress:
+        """Where this rank stands; asked by the watchdog's thread."""
+        phase = "" if self.phases.current == BETWEEN else self.phases.current
+        return Progress(self.step, phase, self.phases.since, self.time_limit)
+
     def _train(self, signals: StopSignals) -> int:
         training, first, stop = self.config.training, self.step + 1, 0
         with closing(iter(self.loader)) as batches:
             while self.step < training.steps and not stop:
-                with self.report.throughput.loading_data():
+                with self.phases("data"), self.report.throughput.loading_data():
                     micro_batches = next(batches, None)
                 if micro_batches is None:
                     return self._data_ended()
                 self.step += 1
                 self.lr.set_step(self.step)
-                result = train_step(
-                    self.model,
-                    self.optimizer,
-                    micro_batches,
-                    self.meshes,
-                    self.layout.zero_stage,
-                    training.max_norm,
-                    self.device,
-                    self.pipeline,
-                )
+                with self.phases.step():
+                    result = train_step(
+                        self.model,
+                        self.optimizer,
+                        micro_batches,
+                        self.meshes,
+                        self.layout.zero_stage,
+                        training.max_norm,
+                        self.device,
+                        self.pipeline,
+                        self.phases,
+                        self.audit,
+                    )
                 if self.step == first:
-                    self.meshes.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
-                self.report.after_step(self.step, result, self.lr.lr, micro_batches, self._validate_if_due())
+                    self.time_limit = float(self.config.comm.train_timeout_seconds)
+                    self.meshes.set_timeout(timedelta(seconds=self.time_limit + GRACE))
+                with self.phases("validation"):
+                    validation = self._validate_if_due()
+                with self.phases("report"):
+                    self.report.after_step(self.step, result, self.lr.lr, micro_batches, validation)
+                with self.report.throughput.excluded():
+                    self.profiler.after_step(self.step)
                 if self._too_many_skipped(result):
                     return FAILED
-                with self.report.throughput.excluded():
+                with self.phases("checkpoint"), self.report.throughput.excluded():
                     asked = self._asked_to_stop(signals)
                     stop = self.checkpoints.after_step(self.step, asked, self._counters())
                 if training.gc_freq and self.step % training.gc_freq == 0:
@@ -219,18 +211,6 @@ class Trainer:
         found = gc.collect(2 if self.config.training.gc_debug else 1)
         if self.config.training.gc_debug:
             log.info("garbage collection at step %d found %d objects", self.step, found)
-
-    def _pipeline(self) -> Pipeline | None:
-        """What runs the stages of this rank, if the layers are cut."""
-        plan, groups, model = self.layout.pipeline, self.meshes.pipeline, self.model
-        if plan is None or groups is None:
-            return None
-        assert isinstance(model, PipelineModel)
-        topology = self.layout.topology
-        tensor_ranks = topology.tp if self.config.parallelism.sequence_parallel else 1
-        dtype = DTYPES[self.config.training.mixed_precision_param]
-        ranks = topology.cp * tensor_ranks
-        return Pipeline(model, plan, groups, ranks, dtype, self.device, self.layout.zero_stage)
 
     def _validate_if_due(self) -> float | None:
         """Loss on the held-out batches, the same ones every round; None at steps without a round."""
