@@ -3,7 +3,9 @@
 #
 # NAME is looked up in train_configs/; without --config it is the quick start. On a fresh clone .venv is made first.
 # Environment: NGPU      ranks on this node (default: all GPUs, else 2 on the CPU, or what the degrees ask for)
-#              NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT      for several nodes: call it once on each
+#              NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT      for several nodes: call it once on each; NNODES=2:4 goes
+#                        on with 2 to 4 of them (docs/multinode.md; scripts/ has SLURM and ssh)
+#              MAX_RESTARTS   how often failed ranks are started again, from the last checkpoint
 #              DEVICE    cpu or cuda
 #              TITAN5D_PYTHON   a Python of your own that has the packages; .venv is then neither made nor used
 # Exit status: 0 all steps done, 2 refused, 3 stopped by a signal after saving, 1 anything else.

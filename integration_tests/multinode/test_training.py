@@ -14,7 +14,6 @@ the bytes of a ring's (measured below, and in docs/multinode.md):
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -74,6 +73,7 @@ def test_four_nodes_train_as_one_process(
     assert losses(tmp_path, "nodes") == pytest.approx(one_process(tmp_path), rel=1e-6)
 
 
+@pytest.mark.timeout(240)
 def test_hybrid_sharding_moves_gradients_only_and_is_faster_on_a_slow_link(
     tmp_path: Path, two_nodes: Network
 ) -> None:
@@ -87,13 +87,15 @@ def test_hybrid_sharding_moves_gradients_only_and_is_faster_on_a_slow_link(
         sent = on_nodes(tmp_path, two_nodes, 2, name, **layout)
         assert sent == pytest.approx([expected] * 2, rel=0.15), name
         assert losses(tmp_path, name) == pytest.approx(one, rel=1e-6), name
-    two_nodes.limit(100)
+    two_nodes.limit(50)
     seconds = {}
     for name in ("fsdp", "hsdp"):
-        on_nodes(tmp_path, two_nodes, 2, f"{name} slow", **layouts[name][0])
-        seconds[name] = median(line["time_step"] for line in metrics(tmp_path, f"{name} slow").values())
-    # The link alone takes 0.82 s of FSDP's bytes and 0.27 s of HSDP's
-    assert seconds["hsdp"] < 0.7 * seconds["fsdp"], seconds
+        on_nodes(tmp_path, two_nodes, 2, f"{name} slow", **layouts[name][0], training__steps=4)
+        # The quickest step: other work on the machine only ever adds time
+        seconds[name] = min(line["time_step"] for line in metrics(tmp_path, f"{name} slow").values())
+    # The link alone takes 1.64 s of FSDP's bytes and 0.55 s of HSDP's
+    assert seconds["fsdp"] > 1.5
+    assert seconds["hsdp"] < 0.75 * seconds["fsdp"], seconds
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])

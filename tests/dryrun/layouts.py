@@ -14,7 +14,7 @@ from titan5d.config.check import Layout, check
 from titan5d.config.load import load_config
 from titan5d.config.schema import Config
 from titan5d.dryrun.kinds import kind_of
-from titan5d.dryrun.trace import Assumed, RankTrace, assumed_batches, trace_rank
+from titan5d.dryrun.trace import Assumed, RankTrace, assumed_batches, trace_rank, without_collections
 from titan5d.metrics.inside_operators import InsideOperators
 from titan5d.metrics.ledger import CommunicationLedger, Entry
 from titan5d.metrics.memory_ledger import MemoryLedger, MemoryUse
@@ -177,6 +177,6 @@ def real(case: Small) -> tuple[MemoryUse, MemoryUse, list[Entry]]:
     step()
     dist.barrier()
     memory, traffic = WithoutGloo(model, optimizer), CommunicationLedger(meshes.groups())
-    with memory, traffic, InsideOperators():
+    with without_collections(), memory, traffic, InsideOperators():
         step()
     return memory.peak, memory.highest, traffic.entries

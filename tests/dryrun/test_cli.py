@@ -73,19 +73,20 @@ def test_a_step_that_would_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     )
 
 
+ROWS = ("--training.global_batch_size",)
 FEW_LAYERS = ("--model.n_layers", "2")
 # Fewer layers, micro-batches and pipeline ranks, so that a test is quick; the world stays that of the file
 CONFIGS = {
     "quickstart": [*FEW_LAYERS],
     "moe_debug": [*FEW_LAYERS],
-    "llama3_8b": [*FEW_LAYERS],
+    "llama3_8b": [*FEW_LAYERS, *ROWS, "8"],
     "llama70b": [*FEW_LAYERS],
     "llama405b": [
         *("--model.n_layers", "4", "--parallelism.pipeline_parallel_degree", "2"),
         *("--parallelism.data_parallel_shard_degree", "-1", "--training.global_batch_size", "128"),
     ],
-    "mixtral_8x7b": [*FEW_LAYERS],
-    "qwen3_30b_a3b": [*FEW_LAYERS],
+    "mixtral_8x7b": [*FEW_LAYERS, *ROWS, "64"],
+    "qwen3_30b_a3b": [*FEW_LAYERS, *ROWS, "64"],
     "deepseek_v3_671b": [
         *("--model.n_layers", "4", "--parallelism.pipeline_parallel_degree", "2"),
         *("--parallelism.data_parallel_shard_degree", "-1", "--training.global_batch_size", "2048"),
@@ -108,15 +109,10 @@ def test_every_config_is_among_them() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_runs_dry(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    world, flags = CONFIGS[name]
-    assert main(["dryrun", "--world", str(world), "--json", "--config", name, *flags]) == 0, (
-        capsys.readouterr().err
-    )
+    words = ["--world", str(hardware(name)), "--json", "--config", name, *CONFIGS[name]]
+    assert main(["dryrun", *words]) == 0, capsys.readouterr().err
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     assert rank["peak"]["total"] < 80e9
-
-
-ROWS = ("--training.global_batch_size",)
 
 
 @pytest.mark.slow

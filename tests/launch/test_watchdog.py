@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -276,3 +277,32 @@ def test_a_healthy_run_says_nothing_and_leaves_nothing(
     assert "no rank has left a record" in capsys.readouterr().err
     assert diagnose([str(tmp_path / "nowhere")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("patience", [4.0, 60.0])
+def test_a_rank_that_hangs_while_it_saves(
+    patience: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Others wait longer for a rank that writes, and for so long only."""
+
+    def body(rank: int) -> None:
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        watchdog = Watchdog(tmp_path / "run" / "comm_traces" / "1", "rank_", rank, 2, LIMIT, 1000, "cpu")
+        watchdog.start()
+        begun = time.monotonic()
+        watchdog.watch({"files": group}, lambda: Progress(7, "checkpoint", begun, LIMIT), group, patience)
+        if rank == 1 and patience == 4.0:
+            sleeps_for_ever()
+        if rank == 1:
+            time.sleep(2 * LIMIT)  # longer than any other group may wait
+        dist.barrier(group)
+        watchdog.stop()
+
+    ended = fork_ranks(body, 2, tmp_path, 20)
+    if patience == 60.0:
+        assert [rank.status for rank in ended] == [0, 0]
+        return
+    assert [rank.status for rank in ended] == [1, 1]
+    kind, culprits, text = verdict(tmp_path, capsys)
+    assert (kind, culprits) == ("late", [1])
+    assert "sleeps_for_ever" in text

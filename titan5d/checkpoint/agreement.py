@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-TIME_LIMIT = timedelta(hours=1)
-"""Longest wait for the slowest rank's disk."""
-
-
 class Agreement:
-    """Every method is called by all ranks together; building it, too."""
+    """Every method is called by all ranks together; building it, too.
 
-    def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=TIME_LIMIT)
+    Args:
+        time_limit: seconds of the longest wait for the slowest rank's disk.
+    """
+
+    def __init__(self, time_limit: float) -> None:
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=time_limit))
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
     def gather(self, mine: T) -> list[T]:

@@ -33,6 +33,7 @@ from titan5d.checkpoint.state import Block, model_blocks, optimizer_blocks
 from titan5d.config.schema import Checkpoint, Config
 from titan5d.data.errors import DataError
 from titan5d.data.loader import DataLoader
+from titan5d.launch.watchdog import GRACE
 from titan5d.models.decoder import Decoder
 
 log = logging.getLogger("titan5d")
@@ -74,7 +75,7 @@ class Checkpoints:
         self.family, self.layout = config.model.name, layout
         self.model, self.optimizer, self.loader, self.device = model, optimizer, loader, device
         self.folder = Path(config.job.dump_folder) / self.config.folder
-        self.agreement = Agreement()
+        self.agreement = Agreement(config.comm.files_timeout_seconds + GRACE)
         self.saves = self.config.enable and not self.config.load_only
         self.saved_step: int | None = None
         self.pending: Pending | None = None

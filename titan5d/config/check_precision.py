@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+from collections.abc import Iterable
 
 from titan5d.config.schema import Config
 from titan5d.topology import Topology
@@ -54,6 +56,24 @@ def precision_problems(config: Config) -> list[str]:
             f"{FLOAT8}.enable_fsdp_float8_all_gather = true gathers weights with one scale each, but recipe_name ="
             f" {float8.recipe_name!r} wants one for each row of the whole weight; use 'tensorwise', or gather in bf16"
         )
+    return problems
+
+
+def filter_problems(config: Config, names: Iterable[str]) -> list[str]:
+    """Filters that fit no part of the model, and so would leave nothing out. names: of all parameters."""
+    linear, problems = config.quantize.linear, []
+    names = [*names, "output.weight"]  # the head is there even where it shares its matrix
+    for key, filters in ((FLOAT8, linear.float8.filter_fqns), (MX, linear.mx.filter_fqns)):
+        if key not in config.model.converters:
+            continue
+        for one in filters:
+            if not any(one in name for name in names):
+                near = difflib.get_close_matches(one, {part for name in names for part in name.split(".")}, 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                problems.append(
+                    f"{key}.filter_fqns has {one!r}, which is part of no name in this model; {hint}names look like"
+                    " layers.0.attention.wq"
+                )
     return problems
 
 

@@ -35,6 +35,7 @@ def _positive(config: Config) -> list[str]:
         "metrics.log_freq": (config.metrics.log_freq, 1),
         "comm.init_timeout_seconds": (config.comm.init_timeout_seconds, 1),
         "comm.train_timeout_seconds": (config.comm.train_timeout_seconds, 1),
+        "comm.files_timeout_seconds": (config.comm.files_timeout_seconds, 1),
         "comm.trace_buf_size": (config.comm.trace_buf_size, 0),
     }
     problems = [

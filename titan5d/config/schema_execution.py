@@ -228,6 +228,8 @@ class Comm(Section):
     train_timeout_seconds: int = 100
     """Time limit of every collective after the first step. When it is over, the watchdog says which rank did not come
     and where it stands, and ends all ranks (docs/troubleshooting.md)."""
+    files_timeout_seconds: int = 3600
+    """How long ranks wait for one that reads or writes a checkpoint, the slowest disk's time."""
     preflight: bool = False
     """Before training, measure the links of each axis and the ranks' matrix products, about a second. That all ranks
     have the same code, libraries and config is checked at every start."""

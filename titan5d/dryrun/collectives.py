@@ -9,6 +9,7 @@ NCCL answers such a call with an error, gloo by ending the process, and the fake
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class CheckedLedger(CommunicationLedger):
         super().__enter__()
         self._checks = Interception()
         for name, whole in CHECKED.items():
-            self._checks.replace(dist.ProcessGroup, name, lambda original, w=whole: _checked(original, w))
+            self._checks.replace(dist.ProcessGroup, name, partial(_checked, whole))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -42,7 +43,7 @@ class CheckedLedger(CommunicationLedger):
         super().__exit__(*error)
 
 
-def _checked(original: Any, whole: int | None) -> Any:
+def _checked(whole: int | None, original: Any) -> Any:
     def method(group: dist.ProcessGroup, output: Any, input: Any, *rest: Any, **kwargs: Any) -> Any:
         if whole is None:
             splits = [part for part in rest if isinstance(part, list | tuple)]

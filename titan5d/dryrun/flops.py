@@ -18,6 +18,9 @@ aten = torch.ops.aten
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+_WHOLE_PRODUCTS = (aten.linear, aten.matmul)
+"""Taken apart by autograd, which the bodies of our own operators run beneath."""
+
 
 class FlopCount(TorchDispatchMode):
     """Counts inside its `with` block.
@@ -47,11 +50,10 @@ class FlopCount(TorchDispatchMode):
         elif packet is _BACKWARD:
             _, q, k, v, _, _, *rest = args
             self.attention += 4 * _pairs(q, k, rest, kwargs) * (q.shape[-1] + v.shape[-1])
-        elif packet in (
-            aten.linear,
-            aten.matmul,
-        ):  # whole inside our own operators, whose bodies are below autograd
+        elif packet in _WHOLE_PRODUCTS:
             self.products += 2 * out.numel() * args[0].shape[-1]
+        elif packet is aten.addmm_:
+            self.products += 2 * out.numel() * args[1].shape[-1]
         elif packet in flop_registry:
             self.products += flop_registry[packet](*args, **kwargs, out_val=out)
         return out

@@ -83,6 +83,7 @@ def _rank_dict(trace: RankTrace) -> dict[str, Any]:
             for entry in trace.traffic
         ],
         "flops": {"products": trace.product_flops, "attention": trace.attention_flops},
+        "garbage": trace.garbage,
         "seconds": round(trace.seconds, 3),
     }
 
@@ -94,7 +95,15 @@ def as_text(layout: Layout, traces: Sequence[RankTrace], remarks: Sequence[str])
         f" {micro_batches(layout)} micro-batches a step"
     ]
     for trace in traces:
-        lines += ["", str(trace.kind), *_memory(trace), *_phases(trace), *_traffic(trace), *_flops(trace)]
+        lines += [
+            "",
+            str(trace.kind),
+            *_memory(trace),
+            *_phases(trace),
+            *_traffic(trace),
+            *_flops(trace),
+            *_garbage(trace),
+        ]
     return "\n".join([*lines, "", *(f"note: {remark}" for remark in remarks)])
 
 
@@ -126,6 +135,14 @@ def _traffic(trace: RankTrace) -> list[str]:
             f"  {entry.axis:22} {entry.op:14} {entry.dtype:10} {traffic.count:8,} {traffic.bytes / GIB:12.4f}"
         )
     return lines
+
+
+def _garbage(trace: RankTrace) -> list[str]:
+    if not trace.garbage:
+        return []
+    return [
+        f"  {trace.garbage / GIB:.3f} GiB stay after the step until the garbage collector runs: a circle of references"
+    ]
 
 
 def _flops(trace: RankTrace) -> list[str]:

@@ -28,6 +28,7 @@ from titan5d.config.check import (
 )
 from titan5d.config.check_device import feature_problems
 from titan5d.config.check_placement import layout_notes
+from titan5d.config.check_precision import filter_problems
 from titan5d.config.load import ConfigError, load_config, to_toml
 from titan5d.config.schema import Config
 from titan5d.data.dataset import Dataset
@@ -41,7 +42,7 @@ from titan5d.launch.allocator import keep_freed_memory
 from titan5d.launch.preflight import PreflightRefused, agree
 from titan5d.launch.watchdog import Watchdog
 from titan5d.models.args import ModelArgs
-from titan5d.models.families import model_args
+from titan5d.models.families import FAMILIES, model_args
 from titan5d.parallel.audit import GradientAuditFailed
 from titan5d.plan.fits import least_zero_stage, memory_problems
 from titan5d.train.trainer import Trainer
@@ -73,7 +74,8 @@ def train(argv: Sequence[str]) -> int:
         layout = settle_zero_stage(config, args, layout, device, local_world)
         trainer = Trainer(config, args, layout, loader, held_out, device)
         if watchdog is not None:
-            watchdog.watch(trainer.meshes.groups(), trainer.progress, trainer.checkpoints.agreement.group)
+            patient, patience = trainer.checkpoints.agreement.group, config.comm.files_timeout_seconds
+            watchdog.watch(trainer.meshes.groups(), trainer.progress, patient, patience)
         if rank == 0:  # only now is the folder known to be this run's
             save_config(config)
         if config.comm.preflight and world > 1:
@@ -111,6 +113,7 @@ def prepare(
     problems += device_problems(config, layout.topology, device, local_world_size)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     problems += feature_problems(config, device, capability)
+    problems += filter_problems(config, FAMILIES[config.model.name].hf_name_map(args))
     if problems:
         raise ConfigError(problems)
     notes += layout_notes(layout.topology, local_world_size)

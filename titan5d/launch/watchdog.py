@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import socket
 import sys
@@ -93,6 +94,7 @@ class Watchdog:
         assert dist.group.WORLD is not None
         self._limited: set[str] | None = {dist.group.WORLD.group_name}  # None = all groups
         self._patient: set[str] = set()
+        self._patience = math.inf
         self._stopping = threading.Event()
         self._reporting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="titan5d watchdog", daemon=True)
@@ -134,6 +136,7 @@ class Watchdog:
         groups: Mapping[str, dist.ProcessGroup],
         progress: Callable[[], Progress],
         patient: dist.ProcessGroup | None = None,
+        patience: float = math.inf,
     ) -> None:
         """From now on all groups are watched.
 
@@ -141,10 +144,11 @@ class Watchdog:
             groups: axis -> this rank's group, e.g. `Meshes.groups()`.
             progress: called from another thread, often.
             patient: a group in which ranks wait for others that read or write files; see PATIENT_PHASES.
+            patience: for how many seconds.
         """
         self.recorder.name_axes(groups)
         self._progress = progress
-        self._patient = set() if patient is None else {patient.group_name}
+        self._patient, self._patience = set() if patient is None else {patient.group_name}, patience
         self._limited = None
         self._sign_of_life()
 
@@ -226,7 +230,10 @@ class Watchdog:
         waits = list(self.recorder.waits.values())
         if not waits:
             return any(self._may_not_wait(name) for name in self.torch_trace.stuck(limit, now))
-        return any(now - since > limit and self._may_not_wait(call.group.name) for call, since in waits)
+        return any(
+            now - since > limit and (now - since > self._patience or self._may_not_wait(call.group.name))
+            for call, since in waits
+        )
 
     def _may_not_wait(self, group: str) -> bool:
         if self._limited is not None and group not in self._limited:

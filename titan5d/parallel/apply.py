@@ -83,8 +83,9 @@ def allocate(model: Decoder, device: torch.device, cpu_offload: bool) -> None:
     """Gives a cut model memory on `device`, or, where the sharded state is offloaded, on the host; its buffers their
     values."""
     model.to_empty(device="cpu" if cpu_offload else device)
-    for router in model.routers().values():  # whole on every rank, so never offloaded
-        router.to(device)
+    if cpu_offload:
+        for router in model.routers().values():  # whole on every rank, so never offloaded
+            router.to(device)
     model.init_buffers(device)
 
 

@@ -122,7 +122,7 @@ class AllToAll:
         return trips
 
     def arrive(self, trips: list[Trip]) -> Rows:
-        rows, *weights = [_Arrive.apply(trip.promise, trip) for trip in trips]
+        rows, *weights = [_Arrive.apply(trip.take_promise(), trip) for trip in trips]
         return Rows(rows, trips[0].route.ends, False, weights[0] if weights else None)
 
     def give_back(self, out: Tensor, trips: list[Trip]) -> Tensor:
