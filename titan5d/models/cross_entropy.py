@@ -149,4 +149,6 @@ def _add_product(total: Tensor, wide: Tensor, narrow: Tensor, hidden: Tensor) ->
 
 def _scaled(grad: Tensor | None, factor: Tensor) -> Tensor | None:
     """grad * factor in fp32: a factor like 1 / tokens, rounded to bf16, would scale the whole gradient wrongly."""
-    return None if grad is None else (grad.float() * factor).to(grad.dtype)
+    if grad is None or grad.dtype == torch.float32:
+        return None if grad is None else grad * factor
+    return grad.float().mul_(factor).to(grad.dtype)  # in place in the wide copy: no second one

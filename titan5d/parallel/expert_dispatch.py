@@ -88,6 +88,13 @@ class Trip:
     promise: Tensor = field(init=False)
     """Stands for the rows in autograd; holds nothing to read until they have arrived."""
 
+    def take_promise(self) -> Tensor:
+        """The promise, which the trip then lets go of: its graph holds the trip, and in a circle memory would wait for
+        the garbage collector."""
+        promise = self.promise
+        del self.promise
+        return promise
+
     def land(self) -> Tensor:
         assert self.flight is not None
         flight, self.flight = self.flight, None
