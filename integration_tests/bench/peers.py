@@ -11,6 +11,7 @@ behind it. PRECISION: fp32, bf16. The whole of `train_step` is timed. CPU figure
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -110,6 +111,7 @@ def write_inputs(common: Any, folder: Path) -> None:
                 weights[name.replace("experts.", f"experts.{expert}.") + ".weight"] = part.contiguous()
         else:
             weights[name] = tensor.contiguous()
+    (folder / "empty.toml").write_text("")
     (folder / "weights").mkdir()
     save_file(weights, folder / "weights" / "model.safetensors")
     keys = {key.removeprefix("model."): value for key, value in model_keys(common).items()}
@@ -140,15 +142,16 @@ def main() -> int:
 
     trainer.train_step = timed
     optimizer.is_decayed = lambda name, parameter: True  # the harness decays norms too
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_inputs(common, folder)
-        (folder / "empty.toml").write_text("")
-        # All ranks share the run folder; the other inputs are each rank's own copy.
-        shared = Path(common.BASE) / "out" / f"titan5d_{layout}_{precision}_run"
-        options = flags(common, layout, precision, folder / "rows.jsonl", folder / "weights", shared)
-        words = [f"--{key}={_text(value)}" for key, value in options.items()]
-        status = titan5d(["train", "--config", str(folder / "empty.toml"), *words])
+    # One folder for all ranks: they must agree on every path. Each writes the same files into it, whole.
+    run = Path(common.BASE) / "out" / f"titan5d_{layout}_{precision}_{os.environ.get('MASTER_PORT', '0')}"
+    (run / "weights").mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=run) as name:
+        write_inputs(common, Path(name))
+        for file in [path for path in Path(name).rglob("*") if path.is_file()]:
+            file.replace(run / file.relative_to(name))
+    options = flags(common, layout, precision, run / "rows.jsonl", run / "weights", run)
+    words = [f"--{key}={_text(value)}" for key, value in options.items()]
+    status = titan5d(["train", "--config", str(run / "empty.toml"), *words])
     recorder.finish()
     return status
 
