@@ -40,7 +40,7 @@ def total(keys: dict[str, Any], gpus: int = 64) -> float:
         ("parallelism.context_parallel_degree", (1, 2, 4, 8)),
         ("activation_checkpoint.mode", ("none", "selective", "full")),
         ("parallelism.zero_stage", (1, 2, 3)),
-        ("training.loss_chunk_mib", (0.0, 512.0, 64.0)),
+        ("training.loss_chunk_mib", (0.0, 512.0)),  # below that the head's gradient in backward is more
     ],
 )
 def test_more_of_it_needs_less_memory(key: str, values: tuple[Any, ...]) -> None:

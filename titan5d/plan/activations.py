@@ -95,6 +95,21 @@ def context_buffers(case: Case) -> float:
     return 2 * (2 * q + kv) * case.element
 
 
+def backward_gradients(case: Case, with_experts: bool, imbalance: float = 1.0) -> float:
+    """Gradients of activations inside a block at its fullest: gate's and up's, when the product they make is gone."""
+    args = case.args
+    wide = float(args.ffn_dim)
+    if with_experts:
+        wide = args.n_shared_experts * args.moe_ffn_dim + imbalance * args.top_k * args.moe_ffn_dim
+    return 2 * case.tokens * wide / case.topology.tp * case.element
+
+
+def rope_tables(case: Case) -> float:
+    """cos and sin of the angles of each place, fp32, which rotations of all blocks keep together."""
+    args = case.args
+    return 2 * case.tokens * (args.qk_rope_head_dim or args.head_dim) * 4
+
+
 def _row_bytes(args: ModelArgs, element: int, mode: str) -> float:
     """Bytes a token of the rows of its experts, inside `layer_activation_bytes`."""
     if mode == "selective":

@@ -81,7 +81,9 @@ def memory_problems(
         return []
     total = count_parameters(args).total
     buffers = sum(size for name, size in lines.items() if "buffers" in name) + lines["gathered weights"]
-    activations = lines["activations"] + lines["recomputed block"] + lines["logits and loss"]
+    activations = sum(
+        lines[name] for name in ("activations", "recomputed block", "block gradients", "logits and loss")
+    )
     each = f"{lines['weights'] / GIB:.1f} weights + {lines['gradients'] / GIB:.1f} gradients"
     each += f" + {lines['moments'] / GIB:.1f} optimizer + {buffers / GIB:.1f} gathered weights and buffers"
     each += f" + {activations / GIB:.1f} activations"

@@ -120,20 +120,30 @@ def layer_activation_bytes(args: ModelArgs, tokens: int, element_bytes: int, rec
 
 
 def head_activation_bytes(
-    args: ModelArgs, tokens: int, element_bytes: int, chunk_bytes: float, vocab_cut: int = 1
+    args: ModelArgs,
+    tokens: int,
+    element_bytes: int,
+    chunk_bytes: float,
+    vocab_cut: int = 1,
+    backward: bool = False,
 ) -> float:
-    """What the final norm, the head and the loss hold while the loss is made, which is the fullest moment of a step.
+    """What the head and the loss hold while the loss is made, or at the start of backward.
 
     Args:
         chunk_bytes: largest piece of the fp32 logits (training.loss_chunk_mib); 0 = all at once.
         vocab_cut: ranks that share the vocabulary.
+        backward: logits are gone; the head's gradient is there as it was kept, and scaled: in fp32, and, if that is not
+            the type computed with, in that type again.
     """
     vocab = args.vocab_size / vocab_cut
     logits = 4 * tokens * vocab
     chunked = bool(chunk_bytes) and logits > chunk_bytes
     piece = chunk_bytes if chunked else logits
-    # input of the norm, of the head, and its gradient; the head's gradient; logits in fp32 and in the compute type
-    hidden = 3 * tokens * args.dim * element_bytes
+    # the hidden states' gradient, and beside it their gathered rows (tensor ranks), or that gradient scaled
+    hidden = 2 * tokens * args.dim * element_bytes
+    if backward:
+        return hidden + args.dim * vocab * (8 if element_bytes == 4 else 4 + 2 * element_bytes)
+    # the head's gradient; logits in fp32 and in the compute type
     weight_gradient = (
         args.dim * vocab * (4 + element_bytes if chunked and element_bytes < 4 else element_bytes)
     )

@@ -1,8 +1,4 @@
-"""Memory of one pipeline rank by line, at each of the moments of a step at which it may be fullest.
-
-    the loss      all activations are kept, the head's logits exist, nothing is reduced yet
-    backward      the last block's activations are there again, its gradients are on their way, the rest is kept
-    the update    nothing is kept any more; gradients, and a list of them for the norm
+"""Memory of one pipeline rank by line, at the fullest of the moments of a step (step_moments.py).
 
 Over several micro-batches gradients of the earlier ones are there all the time. In a pipeline the micro-batches in
 flight are counted in the very table that is executed (schedules/memory.py).
@@ -13,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from titan5d.plan.activations import (
-    context_buffers,
-    kept_by_layer,
-    weight_gradient_bytes,
-    working_set,
-)
+from titan5d.plan.activations import kept_by_layer, weight_gradient_bytes
 from titan5d.plan.assumptions import Assumptions
 from titan5d.plan.case import Case
-from titan5d.plan.memory import REDUCE_BYTES, StateBytes, head_activation_bytes, state_bytes
+from titan5d.plan.memory import StateBytes, state_bytes
 from titan5d.plan.parts import RankParts, rank_parts
+from titan5d.plan.step_moments import pipeline_buffers, step_moments
 from titan5d.schedules.memory import peak_memory
 from titan5d.schedules.table import Schedule
 
@@ -37,6 +29,7 @@ LINES = (
     "gather and reduce buffers",
     "activations",
     "recomputed block",
+    "block gradients",
     "logits and loss",
     "context buffers",
     "expert buffers",
@@ -173,47 +166,18 @@ def _rank_memory(
 ) -> RankMemory:
     state, stages = rank_state(case, parts), case.stages_of_rank(rank)
     layers = [layer for stage in stages for layer in case.layers_of_stage[stage]]
-    expert_layers = [layer for layer in layers if case.args.has_experts(layer)]
     imbalance = assumptions.load_imbalance
-    several = case.microbatches > 1 or case.topology.pp > 1
-
-    weights, moments, gradients = state.weights, state.optimizer, state.gradients
-    if case.offload:  # what is sharded lives in the host's memory; whole gradients wait on the device
-        weights, moments, gradients = 0.0, 0.0, gradients if case.whole_gradients else 0.0
+    # what is sharded lives in the host's memory under offload
+    weights, moments = (0.0, 0.0) if case.offload else (state.weights, state.optimizer)
     steady = {
         "weights": weights,
         "moments": moments,
-        "gathered weights": state.gathered,
-        "pipeline buffers": _pipeline_buffers(case),
+        "pipeline buffers": pipeline_buffers(case),
         "device context": assumptions.context,
     }
-    head = 0.0
-    if _has_head(case, rank):
-        head = head_activation_bytes(
-            case.args, int(case.tokens), case.element, case.loss_chunk, case.topology.tp
-        )
-    block = max((working_set(case, layer in expert_layers, imbalance) for layer in layers), default=0.0)
-    in_forward = state.buffers * case.element / (case.element + REDUCE_BYTES)
-    moments_of_step = {
-        "loss": {
-            "gradients": gradients if several else 0.0,
-            "gather and reduce buffers": in_forward,
-            "activations": kept,
-            "logits and loss": head,
-            "expert buffers": _expert_buffers(case) if expert_layers else 0.0,
-        },
-        "backward": {
-            "gradients": gradients if several else gradients / max(1, len(layers)),
-            "gather and reduce buffers": state.buffers,
-            "activations": kept,
-            "recomputed block": block,
-            "context buffers": context_buffers(case) if layers else 0.0,
-            "expert buffers": _expert_buffers(case) if expert_layers else 0.0,
-        },
-        "update": {"gradients": gradients, "gathered weights": 0.0},
-    }
+    found_at = step_moments(case, layers, parts, state, kept, _has_head(case, rank), imbalance)
     best: RankMemory | None = None
-    for moment, values in moments_of_step.items():
+    for moment, values in found_at.items():
         lines = dict.fromkeys(LINES, 0.0) | steady | values
         comes_and_goes = sum(
             lines[name] for name in LINES if name not in ("weights", "moments", "device context")
@@ -237,17 +201,3 @@ def _kind(case: Case, rank: int) -> str:
     ends = [word for word, name in (("embedding", "tok_embeddings"), ("head", "output")) if name in names]
     place = "first" if rank == 0 else "last" if rank == case.n_ranks - 1 else "middle"
     return f"{place} ({' and '.join(ends)})" if ends else place
-
-
-def _pipeline_buffers(case: Case) -> float:
-    """Hidden states and gradients that are being sent and received: two of each."""
-    if case.topology.pp == 1:
-        return 0.0
-    return 4 * case.stream_tokens * case.args.dim * case.element
-
-
-def _expert_buffers(case: Case) -> float:
-    """Rows on their way: what is sent and what arrives, once more than what is kept."""
-    if case.topology.ep == 1:
-        return 0.0
-    return 2 * case.args.top_k * case.tokens / case.topology.tp * case.args.dim * case.element

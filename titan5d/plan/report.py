@@ -100,6 +100,7 @@ def label(name: str, prediction: Prediction) -> str:
         "gathered weights": f"gathered weights ({kind[case.element]})",
         "activations": "activations kept",
         "recomputed block": "block being recomputed",
+        "block gradients": "gradients inside a block",
         "fragmentation": f"fragmentation ({prediction.machine.assumptions.allocator:.0%} of what comes and goes)",
     }.get(name, name)
 
