@@ -69,9 +69,8 @@ def soak(
         statuses = running.statuses(within=limit)
         assert set(statuses.values()) == {3}, f"{statuses}\n{running.logs()}"
     last = max(metrics(folder, "run"))
-    assert run(
-        folder, "undisturbed", 1 if fault == "elastic" else 2, **{**FLAGS, "training__steps": last}
-    ) == ([0] if fault == "elastic" else [0, 0])
+    flags, ranks = {**FLAGS, "training__steps": last}, 1 if fault == "elastic" else 2
+    assert run(folder, "undisturbed", ranks, limit=120 + 2.0 * last, **flags) == [0] * ranks
     one, two = (
         [line["loss"] for _, line in sorted(metrics(folder, n).items())] for n in ("undisturbed", "run")
     )

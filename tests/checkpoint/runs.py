@@ -61,8 +61,9 @@ def words(folder: Path, name: str, **flags: Any) -> list[str]:
     return ["--config", str(folder / "empty.toml"), *(f"--{key}={value}" for key, value in merged.items())]
 
 
-def run(folder: Path, name: str, ranks: int = 1, **flags: Any) -> list[int]:
-    return run_ranks(train, ranks, words(folder, name, **flags), timeout=120)
+def run(folder: Path, name: str, ranks: int = 1, *, limit: float = 120, **flags: Any) -> list[int]:
+    """Exit statuses by rank. limit: seconds."""
+    return run_ranks(train, ranks, words(folder, name, **flags), timeout=limit)
 
 
 def metrics(folder: Path, name: str) -> dict[int, dict[str, Any]]:
