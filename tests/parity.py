@@ -16,6 +16,7 @@ from titan5d.config.pipeline_plan import PipelinePlan
 from titan5d.config.schema_execution import ActivationCheckpoint, Compile
 from titan5d.data.dataset import MicroBatch
 from titan5d.launch.local_ranks import run_ranks
+from titan5d.models import deepseek_v3
 from titan5d.models.args import ModelArgs
 from titan5d.models.decoder import Decoder
 from titan5d.parallel.apply import build_parallel_model
@@ -36,6 +37,17 @@ TINY = ModelArgs(
 )
 """TINY-D of the cases: 180,800 parameters."""
 TINY_TIED = replace(TINY, tie_embeddings=True)
+TINY_LATENT = deepseek_v3.FLAVORS["debug"].with_overrides(
+    dim=64,
+    n_layers=3,
+    n_heads=4,
+    ffn_dim=96,
+    vocab_size=256,
+    moe_ffn_dim=32,
+    kv_lora_rank=32,
+    q_lora_rank=40,
+)
+"""DeepSeek-V3 in small: latent attention, groups of experts, a dense first layer."""
 UNEQUAL = (3, 61, 1, 40, 64, 2, 7, 30)
 """Valid targets of the eight rows of a batch: a mean of means is far from the mean."""
 

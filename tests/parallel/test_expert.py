@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tests.models.test_moe import TINY_M
-from tests.parity import Case, assert_parity, close, layout, reference
-from titan5d.models import deepseek_v3
+from tests.parity import TINY_LATENT, Case, assert_parity, close, layout, reference
 from titan5d.models.args import Balance, ModelArgs
 from titan5d.models.decoder import Decoder
 from titan5d.models.moe import MoE
@@ -129,18 +128,8 @@ def test_eight_ranks(degrees: dict[str, int]) -> None:
     "degrees", [{"dp_shard": 2, "tp": 2, "ep": 4}, {"dp_replicate": 2, "tp": 4, "ep": 2}], ids=str
 )
 def test_latent_attention_groups_and_a_dense_layer(degrees: dict[str, int]) -> None:
-    args = deepseek_v3.FLAVORS["debug"].with_overrides(
-        dim=64,
-        n_layers=3,
-        n_heads=4,
-        ffn_dim=96,
-        vocab_size=256,
-        moe_ffn_dim=32,
-        kv_lora_rank=32,
-        q_lora_rank=40,
-    )
     stage = 0 if "dp_replicate" in degrees else 3
-    assert_parity(case(replace(args, balance=BALANCED), stage, **degrees), timeout=TIMEOUT)
+    assert_parity(case(replace(TINY_LATENT, balance=BALANCED), stage, **degrees), timeout=TIMEOUT)
 
 
 @pytest.mark.slow

@@ -10,11 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.models.test_moe import TINY_M
-from tests.parity import UNEQUAL, Case, assert_parity, layout, reference
+from tests.parity import TINY_LATENT, UNEQUAL, Case, assert_parity, layout, reference
 from titan5d.config.schema_execution import ActivationCheckpoint, Compile
 from titan5d.data.dataset import MicroBatch
 from titan5d.launch.local_ranks import run_ranks
-from titan5d.models import deepseek_v3
 from titan5d.models.args import Balance, ModelArgs
 from titan5d.models.decoder import Decoder
 from titan5d.models.router import Router
@@ -51,17 +50,7 @@ def test_data_parallel_and_accumulation(ranks: int, accumulation: int, stage: in
 
 
 def test_latent_attention_sigmoid_scores_and_groups() -> None:
-    args = deepseek_v3.FLAVORS["debug"].with_overrides(
-        dim=64,
-        n_layers=3,
-        n_heads=4,
-        ffn_dim=96,
-        vocab_size=256,
-        moe_ffn_dim=32,
-        kv_lora_rank=32,
-        q_lora_rank=40,
-    )
-    assert_parity(case(Topology(dp_shard=2), replace(args, balance=BALANCED), accumulation=2))
+    assert_parity(case(Topology(dp_shard=2), replace(TINY_LATENT, balance=BALANCED), accumulation=2))
 
 
 def test_hsdp() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from titan5d.config.check import Layout
 from titan5d.config.schema import Config
 from titan5d.dryrun.trace import Assumed, RankTrace
+from titan5d.hardware import GIB
 from titan5d.metrics.memory_ledger import MemoryUse
 
-GIB = 2**30
 PURPOSES = tuple(field.name for field in fields(MemoryUse))
 
 

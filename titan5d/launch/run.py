@@ -113,7 +113,8 @@ def prepare(
     problems += device_problems(config, layout.topology, device, local_world_size)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     problems += feature_problems(config, device, capability)
-    problems += filter_problems(config, FAMILIES[config.model.name].hf_name_map(args))
+    if config.model.converters:  # a large model has many names
+        problems += filter_problems(config, FAMILIES[config.model.name].hf_name_map(args))
     if problems:
         raise ConfigError(problems)
     notes += layout_notes(layout.topology, local_world_size)

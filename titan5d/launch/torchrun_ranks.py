@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from titan5d.hardware import GIB
 from titan5d.launch import exit_status
 from titan5d.launch.devices import count_cores, count_gpus, torch_build
 from titan5d.launch.nodes import (
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 NEEDED = ("torch", "numpy", "pydantic", "tomli_w", "tokenizers", "safetensors", "tensorboard")
 OLDEST_TORCH = (2, 11)
 DEFAULT_CPU_RANKS = 2
-GIB = 2**30
 CPU_RANK_MEMORY = 0.25 * GIB
 """What a rank on the CPU takes before it holds any model: torch itself."""
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from titan5d.metrics.axis_names import AxisNames
-from titan5d.metrics.interception import GROUP_METHODS
+from titan5d.metrics.interception import GROUP_METHODS, Interception
 from titan5d.metrics.stopwatch import Stopwatch
 
 PREFIX = "exposed/"
@@ -45,28 +45,19 @@ class ExposedCommunication:
         self._started: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # work -> axis
         self._recorded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # event -> axis
         self._last = "other"
-        self._originals: list[tuple[type, str, Any]] = []
+        self._interception = Interception()
 
     def __enter__(self) -> ExposedCommunication:
         for name in GROUP_METHODS:
-            self._replace(dist.ProcessGroup, name, self._starting)
-        self._replace(dist.Work, "wait", self._waiting)
+            self._interception.replace(dist.ProcessGroup, name, self._starting)
+        self._interception.replace(dist.Work, "wait", self._waiting)
         if self.streams is not None:
-            self._replace(self.streams, "record_event", self._recording)
-            self._replace(self.streams, "wait_event", self._stream_waiting)
+            self._interception.replace(self.streams, "record_event", self._recording)
+            self._interception.replace(self.streams, "wait_event", self._stream_waiting)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        while self._originals:
-            owner, name, original = self._originals.pop()
-            setattr(owner, name, original)
-
-    def _replace(self, owner: type, name: str, wrapped: Callable[[Any], Callable[..., Any]]) -> None:
-        # as it stands in the class: what getattr returns for a C++ method would not bind when put back
-        original = owner.__dict__.get(name)
-        if original is not None:  # the names of collectives differ between torch versions
-            self._originals.append((owner, name, original))
-            setattr(owner, name, wrapped(original))
+        self._interception.undo()
 
     def _starting(self, original: Any) -> Callable[..., Any]:
         def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import torch
 
-from titan5d.hardware import host_memory_limit
-
-GIB = 1024**3
+from titan5d.hardware import GIB, host_memory_limit
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,13 @@ def build_parallel_model(
     cut = cut_model(
         args, meshes, data, recompute, compile, dtype, tensor, context, pipeline, low_precision, attention
     )
+    return fill(cut, seed, device, data.cpu_offload)
+
+
+def fill(cut: CutModel, seed: int, device: torch.device, cpu_offload: bool) -> Decoder:
+    """Gives a cut model memory and its part of the initial weights."""
     for stage in cut.stages.values():
-        allocate(stage, device, data.cpu_offload)
+        allocate(stage, device, cpu_offload)
         initialize(stage, seed)
     return cut.model()
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from titan5d.hardware import Device
-
-GIB = 2**30
+from titan5d.hardware import GIB, Device
 
 
 @dataclass(frozen=True)

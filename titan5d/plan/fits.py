@@ -9,13 +9,12 @@ from dataclasses import replace
 
 from titan5d.config.check import Layout, leaves_zero_stage_open
 from titan5d.config.schema import Config
-from titan5d.hardware import host_memory_limit
+from titan5d.hardware import GIB, host_memory_limit
 from titan5d.models.args import ModelArgs, count_parameters
 from titan5d.plan.assumptions import Assumptions
 from titan5d.plan.case import case_of
 from titan5d.plan.rank_memory import RankMemory, fullest, pipeline_memory
 
-GIB = 2**30
 FILL = 0.8
 """Share of the memory that an estimate may fill: the rest is for kernels' workspaces, buffers and fragmentation."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-GIB = 2**30
+from titan5d.hardware import GIB
 
 _PREFIXES = {
     "": 1.0,

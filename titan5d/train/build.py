@@ -16,7 +16,7 @@ from titan5d.config.schema import Config
 from titan5d.models.args import ModelArgs
 from titan5d.models.attention_backends import Backend, choose_backend
 from titan5d.models.decoder import Decoder
-from titan5d.parallel.apply import CutModel, build_parallel_model, cut_model
+from titan5d.parallel.apply import CutModel, cut_model, fill
 from titan5d.parallel.context import ContextParallel
 from titan5d.parallel.data import DataParallel
 from titan5d.parallel.low_precision import LowPrecision
@@ -100,21 +100,8 @@ def build_model(
     config: Config, args: ModelArgs, layout: Layout, meshes: Meshes, device: torch.device
 ) -> Decoder:
     """This rank's part of the model, filled with its part of the initial weights."""
-    return build_parallel_model(
-        args,
-        meshes,
-        data_parallel(config, layout),
-        config.activation_checkpoint,
-        config.compile,
-        DTYPES[config.training.dtype],
-        layout.seed,
-        device,
-        tensor_parallel(config),
-        context_parallel(config),
-        layout.pipeline,
-        low_precision(config),
-        attention_backend(config, args, layout, device.type),
-    )
+    cut = build_without_memory(config, args, layout, meshes)
+    return fill(cut, layout.seed, device, config.training.enable_cpu_offload)
 
 
 def build_without_memory(config: Config, args: ModelArgs, layout: Layout, meshes: Meshes) -> CutModel:
