@@ -78,6 +78,7 @@ class Case:
     schedule: str = "1F1B"  # of pipeline ranks, in micro-batches of `microbatch_size` rows
     chunks: int | None = None
     microbatch_size: int = 1
+    overlap: bool = False  # of the all-to-alls of a DualPipeV slot
     layout: str = ""
     norm_scale: float = 1.0  # of all norm weights, before the first step
     cpu_offload: bool = False
@@ -187,7 +188,7 @@ def pipeline_plan(case: Case) -> PipelinePlan | None:
     cut = cut or stages.split_by_weight(case.args.n_layers, ranks * chunks, 1, 1)
     assert not stages.problems(cut, case.args.n_layers)
     table = catalog.build(case.schedule, ranks, len(cut) // ranks, rows // case.microbatch_size)
-    return PipelinePlan(table, cut, case.microbatch_size)
+    return PipelinePlan(table, cut, case.microbatch_size, case.overlap)
 
 
 def build_pipeline(case: Case, meshes: Meshes, model: torch.nn.Module) -> Pipeline | None:
@@ -225,6 +226,7 @@ def reference(case: Case) -> Outcome:
         schedule="1F1B",
         chunks=None,
         microbatch_size=1,
+        overlap=False,
         layout="",
     )
     if alone not in _REFERENCES:

@@ -39,6 +39,12 @@ def test_ten_thousand_ranks_are_cheap() -> None:
     assert sum(len(group) for group in topology.groups("tp")) == topology.world_size == 10240
 
 
+def test_experts_fold_into_the_ranks_that_are_there() -> None:
+    topology = fill_degree(64, 2, -1, 2, 4, 1, 2, 4)
+    assert (topology.dp_shard, topology.expert_ranks, topology.efsdp) == (4, 8, 4)
+    assert str(topology) == "dp_replicate 2 x dp_shard 4 x cp 2 x tp 4 x ep 2 x etp 4"
+
+
 def test_minus_one_takes_the_rest() -> None:
     assert fill_degree(4, 1, -1, 1, 2, 1, 1) == Topology(dp_shard=2, tp=2)
 

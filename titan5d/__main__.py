@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 USAGE = """usage: titan5d COMMAND [arguments]
@@ -50,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "plan":
         from titan5d.plan.cli import main as plan
 
-        return plan(rest)
+        return _printed(plan, rest)
     if command == "dryrun":
         from titan5d.dryrun.cli import main as dryrun
 
-        return dryrun(rest)
+        return _printed(dryrun, rest)
     if command == "verify":
         from titan5d.verify.cli import main as verify
 
@@ -78,6 +79,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return checkpoint_cli.run_convert(parser.parse_args(rest))
     print(f"titan5d: there is no command {command!r}\n\n{USAGE}", file=sys.stderr)
     return 2
+
+
+def _printed(command: Callable[[Sequence[str]], int], words: list[str]) -> int:
+    """Runs a command that prints a lot, and ends quietly when nobody reads on, as behind `| head`."""
+    try:
+        status = command(words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
+        return 1
+    return status
 
 
 def _run(command: str, module: ModuleType, words: list[str]) -> int:

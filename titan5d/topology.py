@@ -4,8 +4,8 @@ The world is one grid, the pipeline outermost (it crosses the slowest links), te
 
     rank = (((pp * dp_replicate + replicate) * dp_shard + shard) * cp + context) * tp + tensor
 
-Experts fold into the same ranks: `dp_shard * cp * tp = efsdp * ep` (with expert tensor degree 1), so attention
-ranks are expert ranks and no rank waits for the other kind.
+Experts fold into the same ranks: `dp_shard * cp * tp = efsdp * etp * ep`, so attention ranks are expert ranks and no
+rank waits for the other kind.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Topology:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 1
 
     @property
     def world_size(self) -> int:
@@ -41,7 +42,12 @@ class Topology:
     @property
     def efsdp(self) -> int:
         """Over how many ranks one expert's weights are sharded."""
-        return self.dp_shard * self.cp * self.tp // self.ep
+        return self.dp_shard * self.cp * self.tp // self.expert_ranks
+
+    @property
+    def expert_ranks(self) -> int:
+        """How many ranks hold all experts of a layer among them, and exchange rows."""
+        return self.ep * self.etp
 
     def degree(self, axis: str) -> int:
         return {
@@ -86,12 +92,13 @@ class Topology:
         ]
 
     def __str__(self) -> str:
-        named = [(name, getattr(self, name)) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")]
+        names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+        named = [(name, getattr(self, name)) for name in names]
         return " x ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "one rank"
 
 
 def fill_degree(
-    world_size: int, dp_replicate: int, dp_shard: int, cp: int, tp: int, pp: int, ep: int
+    world_size: int, dp_replicate: int, dp_shard: int, cp: int, tp: int, pp: int, ep: int, etp: int = 1
 ) -> Topology:
     """Builds the topology of a world, `dp_shard = -1` standing for "the rest of the ranks".
 
@@ -126,4 +133,4 @@ def fill_degree(
             f" {world_size} ranks; start {others * dp_shard} ranks (NGPU x NNODES), or set"
             " data_parallel_shard_degree = -1 to take the rest"
         )
-    return Topology(dp_replicate, dp_shard, cp, tp, pp, ep)
+    return Topology(dp_replicate, dp_shard, cp, tp, pp, ep, etp)

@@ -60,6 +60,48 @@ def test_what_fits(ep: int, ranks: int, degrees: dict[str, int]) -> None:
     assert topology.ep * topology.efsdp == topology.dp_shard * topology.cp * topology.tp
 
 
+SLICES = "expert_tensor_parallel_degree"
+
+
+@pytest.mark.parametrize(
+    ("ep", "etp", "ranks", "degrees"),
+    [
+        (1, 2, 2, {}),
+        (2, 4, 16, {"data_parallel_replicate_degree": 2}),
+        (4, 2, 8, {"tensor_parallel_degree": 2}),
+        (2, 2, 8, {"context_parallel_degree": 4, "pipeline_parallel_degree": 2}),
+    ],
+)
+def test_slices_that_fit(ep: int, etp: int, ranks: int, degrees: dict[str, int]) -> None:
+    topology = checked(ep, ranks, **degrees, **{SLICES: etp}).topology
+    assert topology.etp == etp and topology.expert_ranks == ep * etp
+    assert ep * etp * topology.efsdp == topology.dp_shard * topology.cp * topology.tp
+
+
+def test_slices_and_ranks_do_not_divide() -> None:
+    found = problem(2, 8, **{SLICES: 8})
+    assert f"{SLICES} = 8 does not divide the 4 ranks that each expert has, 8 that share the rest" in found
+    assert "data_parallel_shard_degree 8 x" in found and "/ expert_parallel_degree 2" in found
+    assert found.endswith("degrees that fit both: 1, 2, 4")
+
+
+def test_slices_and_width_do_not_divide() -> None:
+    found = problem(1, 6, **{SLICES: 3})
+    assert f"{SLICES} = 3 does not divide model.moe_ffn_dim = 64" in found
+    assert found.endswith("degrees that fit both: 1, 2")
+
+
+def test_slices_of_no_experts_or_none_of_them() -> None:
+    found = problem(1, 2, DENSE, **{SLICES: 2})
+    assert f"{SLICES} = 2 shares experts" in found and "n_experts = 0" in found and found.endswith("set 1")
+    assert f"{SLICES} = 0: a degree is 1 or more" in problem(1, 2, **{SLICES: 0})
+
+
+def test_a_wrong_expert_degree_hides_no_slices() -> None:
+    """How many ranks an expert has is known only once expert_parallel_degree divides; it is mended first."""
+    assert "expert_parallel_degree = 3" in problem(3, 8, ARGS, **{SLICES: 2})
+
+
 def test_no_experts_to_share() -> None:
     found = problem(2, 2, DENSE)
     assert "expert_parallel_degree = 2" in found and "n_experts = 0" in found and found.endswith("set 1")

@@ -58,6 +58,10 @@ def test_expert_groups() -> None:
     (note,) = layout_notes(Topology(dp_shard=16, ep=16), 8)
     assert "expert_parallel_degree = 16 spans nodes of 8 ranks" in note
     assert layout_notes(Topology(dp_shard=16, ep=8), 8) == []
+    (note,) = layout_notes(Topology(dp_shard=16, ep=8, etp=2), 8)
+    assert "expert_parallel_degree = 8 x expert_tensor_parallel_degree = 2 spans nodes of 8" in note
+    assert "once for each slice. A product of 1, 2, 4 or 8 keeps" in note
+    assert layout_notes(Topology(dp_shard=16, ep=4, etp=2), 8) == []
 
 
 def test_the_fix_of_hybrid_sharding_is_one_replica_a_node() -> None:

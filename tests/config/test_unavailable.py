@@ -23,8 +23,6 @@ UNAVAILABLE: dict[str, tuple[str, object, str]] = {
     "validation workers": ("validation.dataloader.num_workers", 2, "only 0"),
     "workers that stay": ("training.dataloader.persistent_workers", True, "only false"),
     "validation workers that stay": ("validation.dataloader.persistent_workers", True, "only false"),
-    "experts cut": ("parallelism.expert_tensor_parallel_degree", 2, "only 1"),
-    "two batches at once": ("parallelism.pipeline_parallel_expert_parallel_overlap", True, "only false"),
     "other dispatch": ("parallelism.expert_parallel_comm_backend", "deepep", "only 'standard'"),
     "low precision of experts": ("quantize.grouped_mm.float8.fqns", ["experts"], "stay in the type of the model"),
     "quantized weights": (

@@ -95,13 +95,13 @@ def test_a_run_with_another_config_on_one_rank_is_refused(tmp_path: Path) -> Non
     assert time.monotonic() - started < 30 and not (tmp_path / "run").exists()
 
 
-def _measured() -> list[str]:
+def _measured(topology: Topology, has_experts: bool) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("titan5d").addHandler(handler)
     logging.getLogger("titan5d").setLevel(logging.INFO)
-    meshes = Meshes(Topology(dp_shard=2, tp=2), "cpu")
+    meshes = Meshes(topology, "cpu", has_experts=has_experts)
     started = time.monotonic()
     link_speed.measure(meshes, torch.device("cpu"), ranks_on_a_node=2)
     assert time.monotonic() - started < 20
@@ -109,12 +109,19 @@ def _measured() -> list[str]:
 
 
 def test_links_and_ranks_are_measured() -> None:
-    for lines in run_ranks(_measured, 4):
+    for lines in run_ranks(_measured, 4, Topology(dp_shard=2, tp=2), False):
         shard, tp, ranks = lines
         assert shard.startswith("preflight: axis shard, 2 ranks across nodes: ")
         assert tp.startswith("preflight: axis tp, 2 ranks inside a node: ")
         assert " GB/s, a small all-reduce " in tp and "(nothing is assumed of this device)" in tp
         assert ranks.startswith("preflight: matrix products of the median rank: ")
+
+
+def test_links_of_experts_are_measured_where_rows_travel() -> None:
+    for *lines, _ in run_ranks(_measured, 4, Topology(dp_shard=4, ep=2, etp=2), True):
+        assert [line.split(",")[0] for line in lines] == [f"preflight: axis {a}" for a in ("shard", "ep", "ep_etp")]
+    for *lines, _ in run_ranks(_measured, 4, Topology(dp_shard=4, ep=2), True):
+        assert [line.split(",")[0] for line in lines] == [f"preflight: axis {a}" for a in ("shard", "efsdp", "ep")]
 
 
 def test_slow_links_and_ranks_are_named_beside_the_assumption() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from titan5d.config.pipeline_plan import PipelinePlan
 from titan5d.metrics.pipeline_trace import PipelineTrace
+from titan5d.models.decoder import NoCopies
 from titan5d.parallel.deferred_weights import WeightGradientStore
 from titan5d.parallel.mesh import Meshes
 from titan5d.parallel.pipeline_schedule import Pipeline, StageInput
@@ -50,6 +51,7 @@ class SleepingStage(nn.Module):
     def __init__(self, first: bool, last: bool, store: WeightGradientStore, *times: float) -> None:
         super().__init__()
         self.first, self.last, self.store, self.times = first, last, store, times
+        self.gradient_sum = NoCopies()
 
     def forward(self, x: Tensor, positions: Tensor, ids: Tensor | None, labels: Tensor | None = None) -> Any:
         if self.first:

@@ -80,7 +80,8 @@ def predicted(case: Case) -> StateBytes:
         case.topology.dp_shard,
         compute_bytes=case.dtype.itemsize,
         whole_gradients=case.stage <= 1 and case.accumulation > 1,
-        working_copy=case.topology.world_size > 1,
+        working_copy=case.stage > 0,
+        copies=case.topology.world_size > 1,
     )
 
 

@@ -71,6 +71,7 @@ CASES = {
         replace(ARGS, n_layers=4), stage=2, pp=2, dp_shard=2, ep=2, schedule="ZBVZeroBubble"
     ),
     "compiled": case(dp_shard=2, ep=2, compile=True),
+    "beside regrouped shards": case(dp_shard=8, ep=2, reshard_degree=2),
     # 64 choices a row over 6 experts: neither the row's number nor the piece of it may decide
     "context x tensor, forced balance": case(FORCED, cp=2, tp=2, ep=2, accumulation=2, documents=True, padding=5),
 }

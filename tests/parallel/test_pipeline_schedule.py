@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -26,7 +28,7 @@ from titan5d.parallel.apply import build_parallel_model
 from titan5d.parallel.data import DataParallel
 from titan5d.parallel.mesh import Meshes
 from titan5d.parallel.pipeline import PipelineModel
-from titan5d.parallel.pipeline_schedule import Pipeline, split_rows
+from titan5d.parallel.pipeline_schedule import Pipeline, split_rows, stage_input
 from titan5d.schedules import catalog
 from titan5d.schedules.memory import peak_activations
 from titan5d.topology import Topology
@@ -197,3 +199,24 @@ def test_a_step_of_another_size_is_an_error_on_all_ranks() -> None:
     case = Case(Topology(pp=2), stage=0, args=TINY)
     for said in run_ranks(wrong_number, 2, case, timeout=60):
         assert said == "4 micro-batches for a table of 8 (1F1B)"
+
+
+def kept_inputs(case: Case) -> int:
+    """Of two passes, how many input tensors live on without a garbage collector once nobody asks for them."""
+    _, pipeline, _ = built(case)
+    batches = list(split_rows(micro_batches(replace(case, documents=True), 0, 0), 1))
+    gc.disable()
+    inputs = [stage_input(replace(batch, tokens=batch.tokens.clone()), CPU) for batch in batches]
+    alive = [weakref.ref(one.tokens) for one in inputs]
+    pipeline.step(inputs, lambda loss: loss)
+    with torch.no_grad():
+        pipeline.evaluate(inputs)
+    del inputs
+    return sum(one() is not None for one in alive)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+def test_a_pass_leaves_none_of_its_inputs_behind(schedule: str) -> None:
+    """The collector runs every training.gc_freq steps only: until then a pass in a circle keeps all it was given."""
+    case = Case(Topology(pp=2), stage=0, args=TINY, schedule=schedule)
+    assert run_ranks(kept_inputs, 2, case, timeout=60) == [0, 0]

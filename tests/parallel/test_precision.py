@@ -27,7 +27,7 @@ def _types(case: Case) -> dict[str, set[torch.dtype]]:
         hidden, cos, sin, *_ = inputs
         seen["hidden"].add(hidden.dtype)
         seen["rotary"] |= {cos.dtype, sin.dtype}
-        seen["compute"] |= {parameter.dtype for parameter in block.parameters()}  # gathered by now
+        seen["compute"] |= {parameter.dtype for parameter in block.parameters()}  # gathered by now, if ever
 
     for block in run.model.layers.values():
         block.register_forward_pre_hook(look)
@@ -48,7 +48,9 @@ def _types(case: Case) -> dict[str, set[torch.dtype]]:
 @pytest.mark.parametrize("stage", range(4))
 def test_what_is_summed_and_stored_is_fp32(stage: int) -> None:
     for seen in run_ranks(_types, 2, replace(BF16, stage=stage)):
-        assert seen.pop("hidden") == seen.pop("compute") == {torch.bfloat16}
+        assert seen.pop("hidden") == {torch.bfloat16}
+        # where nothing is gathered, each layer rounds its weights as it uses them
+        assert seen.pop("compute") == {torch.float32 if stage == 0 else torch.bfloat16}
         assert all(types == {torch.float32} for types in seen.values()), seen
 
 

@@ -16,6 +16,7 @@ from titan5d.verify.layouts import LayoutError, all_pairs, of_world, parse_layou
         ("r2dp4", Topology(dp_replicate=2, dp_shard=4), None),
         ("pp2cp2tp2dp2ep4z1", Topology(dp_shard=2, cp=2, tp=2, pp=2, ep=4), 1),
         ("tp4z0", Topology(tp=4), 0),
+        ("etp2ep2dp4", Topology(dp_shard=4, ep=2, etp=2), None),
         ("one", Topology(), None),
     ],
 )
@@ -52,7 +53,7 @@ def test_lists() -> None:
     dense = [str(cuts) for cuts in all_pairs(False)]
     assert len(dense) == len(set(dense)) == 5 + 10
     experts = [str(cuts) for cuts in all_pairs(True)]
-    assert len(experts) == 15 + 6 and all("ep2" in name for name in experts[15:])
+    assert len(experts) == 15 + 9 and all("ep2" in name or "etp2" in name for name in experts[15:])
 
 
 def test_every_layout_of_a_world_once() -> None:
@@ -63,5 +64,7 @@ def test_every_layout_of_a_world_once() -> None:
     with_experts = of_world(4, n_experts=8)
     assert {cuts.topology.ep for cuts in with_experts if cuts.topology.dp_shard == 4} == {1, 2, 4}
     assert {cuts.topology.ep for cuts in with_experts if cuts.topology.pp == 4} == {1}
+    expert_cuts = [(cuts.topology.ep, cuts.topology.etp) for cuts in with_experts if cuts.topology.dp_shard == 4]
+    assert sorted(expert_cuts) == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
     with pytest.raises(LayoutError, match="worlds of 1 to 16"):
         of_world(17, 0)

@@ -18,7 +18,7 @@ EXPERTS = ("--config", "moe_debug", "--moe.bias_update_rate", "0.001", "--moe.ca
 PAIRS = [str(cuts) for cuts in all_pairs(False)]
 EXPERT_PAIRS = [str(cuts) for cuts in all_pairs(True)[15:]]
 TRIPLES = ["dp2tp2pp2", "dp2tp2cp2", "r2dp2tp2"]
-EXPERT_TRIPLES = ["dp4pp2ep2", "dp2tp2ep2", "r2dp2tp2ep4"]
+EXPERT_TRIPLES = ["dp4pp2ep2", "dp2tp2ep2", "r2dp2tp2ep4", "dp2cp2etp2"]
 FIVE = "dp2tp2cp2pp2"
 """And `ep4`, folded into dp, cp and tp: 16 ranks."""
 

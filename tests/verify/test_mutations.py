@@ -21,6 +21,7 @@ import titan5d.parallel.vocab_parallel as vocab_parallel
 import titan5d.train.routing as routing
 import titan5d.train.step as step
 from titan5d.config.load import load_config
+from titan5d.models.decoder import NoCopies
 from titan5d.models.router import Router
 from titan5d.parallel.data import before_microbatch
 from titan5d.topology import Topology
@@ -93,6 +94,7 @@ def one_rank_clips_otherwise(whole: Any) -> Any:
 
 
 def all_reduces_nothing(model: Any, stage: int, last: bool) -> None:
+    model.gradient_sum = NoCopies()
     before_microbatch(model, stage, last)
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)

@@ -110,6 +110,32 @@ def test_regrouped_shards_get_ranks_to_regroup() -> None:
     assert case.layout.topology.dp_shard == 4 and case.config.parallelism.zero_reshard_degree == 2
 
 
+@pytest.mark.parametrize(
+    ("degrees", "small"),
+    [
+        ({"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}, "dp4ep2etp2"),  # 2 ranks are not 2 x 2
+        ({"data_parallel_shard_degree": 2, "tensor_parallel_degree": 4, "expert_parallel_degree": 4}, "dp2tp2ep2etp2"),
+        ({"data_parallel_shard_degree": 1, "context_parallel_degree": 4, "expert_parallel_degree": 2}, "cp4ep2etp2"),
+        ({"data_parallel_shard_degree": 8, "expert_parallel_degree": 2}, "dp8ep2etp2"),  # shared, cut and sharded
+        ({"data_parallel_shard_degree": 8}, "dp4etp2"),
+    ],
+)
+def test_experts_stay_cut(degrees: dict[str, int], small: str) -> None:
+    words = [f"--parallelism.{key}={degree}" for key, degree in degrees.items()]
+    words += ["--parallelism.expert_tensor_parallel_degree=2", "--training.local_batch_size=1"]
+    config = load_config(["--config=moe_debug", *words])
+    case = shrink(config)
+    assert str(case.layouts[0]) == small
+    assert case_of(case, case.layouts[0]).layout.topology.etp == 2
+
+
+def test_the_width_of_experts_divides_into_the_slices() -> None:
+    layouts = parse_layouts("dp2, dp3etp3")
+    small = shrink(load_config(["--config=moe_debug", "--model.moe_ffn_dim=96"]), layouts)
+    assert small.config.model.moe_ffn_dim == 36
+    assert case_of(small, layouts[1]).args.moe_ffn_dim == 36
+
+
 def test_rows_that_do_not_divide_stay_so() -> None:
     small = shrink(load_config(["--model.vocab_size=4097"]))
     assert small.config.model.vocab_size == 257
@@ -127,3 +153,14 @@ def test_what_the_file_refuses_is_refused_though_the_small_sizes_would_fit() -> 
     case_of(small, small.layouts[0])
     with pytest.raises(ConfigError, match="n_heads = 9"):
         case_of(small, small.layouts[1])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_two_micro_batches_at_once_stay_where_a_layout_has_them(rows: int) -> None:
+    words = ["--config=deepseek_v3_671b", "--parallelism.pipeline_parallel_schedule=DualPipeV"]
+    words += ["--parallelism.pipeline_parallel_expert_parallel_overlap=true", "--training.local_batch_size=4"]
+    config = load_config([*words, f"--parallelism.pipeline_parallel_microbatch_size={rows}"])
+    for asked, overlaps in ((None, True), ("dp2ep2", False)):
+        small = shrink(config, None if asked is None else parse_layouts(asked))
+        plan = case_of(small, small.layouts[0]).layout.pipeline
+        assert (plan is not None and plan.overlaps_experts and plan.has_overlaps) == overlaps

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from titan5d.config.check_expert import expert_problems
+from titan5d.config.check_overlap import overlap_problems
 from titan5d.config.check_precision import layout_precision_problems, precision_problems
 from titan5d.config.check_values import value_problems
 from titan5d.config.load import ConfigError
@@ -60,6 +62,7 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
             par.tensor_parallel_degree,
             par.pipeline_parallel_degree,
             par.expert_parallel_degree,
+            par.expert_tensor_parallel_degree,
         )
     except ValueError as error:
         problems.append(str(error))
@@ -68,10 +71,12 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
         problems += _zero(config, topology)
         problems += _context(config, args, topology)
         problems += _tensor(config, args, topology)
-        problems += _experts(config, args, topology)
+        problems += expert_problems(config, args, topology)
         problems += _pipeline(config, args, topology)
+        plan = _working_plan(config, args, topology)
+        problems += overlap_problems(config, topology, plan)
         problems += layout_precision_problems(
-            config, topology, zero_stage(config, topology), _splits_backward(config, args, topology)
+            config, topology, zero_stage(config, topology), plan is not None and plan.splits_backward
         )
     if problems:
         raise ConfigError(problems)
@@ -324,9 +329,9 @@ def _plan(config: Config, args: ModelArgs, topology: Topology) -> PipelinePlan:
     return pipeline_plan(config, args.n_layers, topology.pp, rows)
 
 
-def _splits_backward(config: Config, args: ModelArgs, topology: Topology) -> bool:
-    """Whether the schedule makes weight gradients apart; False if there is no schedule, or none that works."""
-    return topology.pp > 1 and not _pipeline(config, args, topology) and _plan(config, args, topology).splits_backward
+def _working_plan(config: Config, args: ModelArgs, topology: Topology) -> PipelinePlan | None:
+    """None if the layers are not cut, or not in a way that works."""
+    return _plan(config, args, topology) if topology.pp > 1 and not _pipeline(config, args, topology) else None
 
 
 def _pipeline(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
@@ -352,31 +357,3 @@ def _pipeline(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
     except ScheduleError as error:
         return error.problems
     return []
-
-
-def _experts(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
-    key, ep = "parallelism.expert_parallel_degree", topology.ep
-    if ep < 1:
-        return [f"{key} = {ep}: a degree is 1 or more"]
-    if ep == 1:
-        return []
-    if not args.n_experts:
-        return [
-            f"{key} = {ep} shares experts, but model.flavor = {config.model.flavor!r} of {config.model.name} has none"
-            " (model.n_experts = 0); set 1"
-        ]
-    ranks, problems = topology.dp_shard * topology.cp * topology.tp, []
-    fitting = [n for n in range(1, ranks + 1) if ranks % n == 0 and args.n_experts % n == 0]
-    use = f"degrees that fit both: {', '.join(map(str, fitting))}"
-    if ranks % ep:
-        problems.append(
-            f"{key} = {ep} does not divide the {ranks} ranks that share the rest of the model,"
-            f" data_parallel_shard_degree {topology.dp_shard} x context_parallel_degree {topology.cp} x"
-            f" tensor_parallel_degree {topology.tp} (replicas and pipeline stages have all experts each); {use}"
-        )
-    if args.n_experts % ep:
-        problems.append(
-            f"{key} = {ep} does not divide model.n_experts = {args.n_experts}, and each rank holds whole experts, all"
-            f" the same number; {use}. The weights of one expert are shared by the other ranks, as zero_stage says"
-        )
-    return problems

@@ -36,10 +36,13 @@ def layout_notes(topology: Topology, ranks_per_node: int) -> list[str]:
             f"{_fitting(tensor, ranks_per_node, 'A context_parallel_degree')} keeps them inside; longer rows than"
             " that holds are worth the network only from tens of thousands of tokens a rank"
         )
-    if topology.ep > 1 and _crosses(topology.ep, ranks_per_node):
+    if topology.expert_ranks > 1 and _crosses(topology.expert_ranks, ranks_per_node):
+        cut = topology.etp > 1
+        slices = f" x expert_tensor_parallel_degree = {topology.etp}" if cut else ""
         notes.append(
-            f"parallelism.expert_parallel_degree = {topology.ep} spans nodes of {ranks_per_node} ranks: every routed"
-            f" token of every MoE layer travels between them. {_fitting(1, ranks_per_node, 'A degree')} keeps them"
+            f"parallelism.expert_parallel_degree = {topology.ep}{slices} spans nodes of {ranks_per_node} ranks: every"
+            f" routed token of every MoE layer travels between them{', once for each slice' if cut else ''}."
+            f" {_fitting(1, ranks_per_node, 'A product' if cut else 'A degree')} keeps them"
             " inside; else model.n_expert_groups and n_limited_groups bound the nodes a token goes to"
         )
     if topology.dp_replicate > 1 and topology.dp_shard > 1 and _crosses(shards, ranks_per_node):

@@ -8,7 +8,7 @@ from titan5d.config.schema import Config
 from titan5d.schedules import catalog, csv, stages
 from titan5d.schedules.simulate import StageTimes, simulate
 from titan5d.schedules.stages import Stages
-from titan5d.schedules.table import Schedule, ScheduleError
+from titan5d.schedules.table import Overlap, Schedule, ScheduleError
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,13 @@ class PipelinePlan:
         schedule: the table of one optimizer step.
         stages: names of the modules of each stage, in the order of the model.
         microbatch_size: rows of a pipeline micro-batch.
+        overlaps_experts: whether the all-to-all of one micro-batch of an Overlap flies while the other computes.
     """
 
     schedule: Schedule
     stages: Stages
     microbatch_size: int
+    overlaps_experts: bool = False
 
     @property
     def splits_backward(self) -> bool:
@@ -31,6 +33,10 @@ class PipelinePlan:
         ranks = range(self.schedule.n_ranks)
         return any(action.kind == "W" for rank in ranks for action in self.schedule.actions(rank))
 
+    @property
+    def has_overlaps(self) -> bool:
+        """Whether any slot holds a forward and a backward."""
+        return any(isinstance(slot, Overlap) for row in self.schedule.rows for slot in row)
 
     def __str__(self) -> str:
         even = StageTimes.even(self.schedule, f=1.0, b=1.0, w=1.0)
@@ -79,7 +85,7 @@ def pipeline_plan(config: Config, n_layers: int, ranks: int, rows: int) -> Pipel
         except ScheduleError as error:
             where = f"parallelism.pipeline_parallel_schedule with {len(cut)} stages on {ranks} ranks"
             raise ScheduleError([f"{where}: {problem}" for problem in error.problems]) from None
-    return PipelinePlan(table, cut, size)
+    return PipelinePlan(table, cut, size, par.pipeline_parallel_expert_parallel_overlap)
 
 
 def _read_table(config: Config, ranks: int, microbatches: int, found: list[str]) -> Schedule | None:

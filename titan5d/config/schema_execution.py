@@ -85,7 +85,8 @@ class Parallelism(Section):
     """Rows per pipeline micro-batch; divides training.local_batch_size. All rows of an optimizer step on a rank go
     through one pass of the schedule."""
     pipeline_parallel_expert_parallel_overlap: bool = False
-    """DualPipeV: hide the all-to-all of experts behind the other micro-batch of a slot: only false."""
+    """DualPipeV: in a slot with a forward and a backward, rows of one micro-batch travel to experts and back while the
+    other computes. The result is the same; worth it where expert ranks are joined by slow links."""
     context_parallel_degree: int = 1
     """Ranks that share one sequence."""
     context_parallel_method: Literal["ring", "allgather", "ulysses"] | None = None
@@ -99,7 +100,9 @@ class Parallelism(Section):
     """Ranks that share the experts. They are no ranks of their own: divides data_parallel_shard_degree x
     context_parallel_degree x tensor_parallel_degree, and the number of experts (docs/expert_parallel.md)."""
     expert_tensor_parallel_degree: int = 1
-    """Ranks that share one expert's products: only 1."""
+    """Ranks that share one expert, each a slice of its hidden width (model.moe_ffn_dim). No ranks of their own either:
+    this degree x expert_parallel_degree divides those ranks. Rows go to all slices, so it costs that many times the
+    traffic: for few, wide experts (docs/expert_parallel.md)."""
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
     """How tokens reach their experts: standard = all-to-all."""
 

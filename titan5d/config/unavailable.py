@@ -47,17 +47,6 @@ def unavailable(config: Config) -> list[str]:
             "dataloader.persistent_workers: belongs to num_workers; only false",
         ),
         (
-            par.expert_tensor_parallel_degree != 1,
-            f"parallelism.expert_tensor_parallel_degree = {par.expert_tensor_parallel_degree}: an expert's products"
-            " stay whole, since slices of narrow matrices are slow; only 1. To have fewer experts on a rank, set"
-            " expert_parallel_degree",
-        ),
-        (
-            par.pipeline_parallel_expert_parallel_overlap,
-            "parallelism.pipeline_parallel_expert_parallel_overlap = true: the two micro-batches of a slot of DualPipeV"
-            " run one after the other; only false. Shared experts hide the all-to-all with every schedule",
-        ),
-        (
             par.expert_parallel_comm_backend == "deepep",
             "parallelism.expert_parallel_comm_backend = 'deepep': not used; only 'standard' (all-to-all)",
         ),

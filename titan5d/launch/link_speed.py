@@ -24,7 +24,7 @@ from titan5d.parallel.mesh import Meshes
 
 log = logging.getLogger("titan5d")
 
-AXES = ("pp", "dp_replicate", "shard", "tp", "efsdp", "ep")
+AXES = ("pp", "dp_replicate", "shard", "tp", "efsdp", "ep", "ep_etp")
 SECONDS = 0.8
 """For all axes together."""
 SMALL_CALLS = 20
@@ -148,6 +148,8 @@ def _seconds_of(work: Callable[[], object], times: int, device: torch.device) ->
 
 
 def _has_several(meshes: Meshes, axis: str) -> bool:
-    if axis in ("efsdp", "ep") and meshes.experts is None:
+    if axis in ("efsdp", "ep", "ep_etp") and meshes.experts is None:
+        return False
+    if axis == "ep_etp" and meshes.topology.etp == 1:  # the same ranks as ep
         return False
     return meshes.group(axis).size() > 1

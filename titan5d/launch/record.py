@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+BESIDE = "second of two in turns"
+"""The name of the thread that works in turns with the main thread, in overlapped slots (parallel/turns.py)."""
 TORCH = "torch:"
 """Before the names of groups as torch counts them: all collectives, also those the recorder cannot see."""
 
@@ -74,7 +76,8 @@ class RankRecord:
         limit: seconds that a collective may take.
         error: type and text of the error that ended the rank, if one did.
         error_at: "file:line function" of where it was raised.
-        stacks: thread -> "file:line function", innermost first; the main thread is "MainThread".
+        stacks: thread -> "file:line function", innermost first; the main thread is "MainThread",
+            one that works in turns with it `BESIDE`.
         groups: this rank's process groups.
         calls: its newest collectives, oldest first.
     """

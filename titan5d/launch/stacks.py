@@ -11,8 +11,16 @@ from types import FrameType
 
 import torch
 
+from titan5d.launch.record import BESIDE
+
 _FROZEN_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 TORCH_FOLDER = str(Path(torch.__file__).parent)
+
+
+def training_threads() -> list[threading.Thread]:
+    """The main thread and, in a slot in which two micro-batches take turns, the other's."""
+    others = [thread for thread in threading.enumerate() if thread.name == BESIDE]
+    return [threading.main_thread(), *others]
 
 
 def all_stacks(

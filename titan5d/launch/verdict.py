@@ -21,7 +21,7 @@ from pathlib import Path
 from titan5d.launch.failure import LOST_PEER
 from titan5d.launch.heartbeat import process_state
 from titan5d.launch.mismatch import Mismatch, find_mismatches
-from titan5d.launch.record import RankRecord, write_whole
+from titan5d.launch.record import BESIDE, RankRecord, write_whole
 from titan5d.launch.traces import Traces
 from titan5d.launch.waits import Wait, find_waits, last_in_line
 from titan5d.launch.wording import called, count_of, numbered, rank_list, short_place, sized, when
@@ -37,8 +37,9 @@ NOT_SHOWN = (
     "/typing_extensions.py:",
     "/launch/flight_recorder.py:",
     "/metrics/exposed.py:",
+    "/parallel/turns.py:",
 )
-"""Torch, and those who watch it."""
+"""Torch, those who watch it, and where a micro-batch of an overlapped slot waits for its turn."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,9 @@ def _where(record: RankRecord, waits: Sequence[Wait]) -> str:
             before = numbered(group.calls) if group is not None and group.calls else "none"
             due = called(wait.call, record.rank)
             lines.append(f"    its last collective of {wait.axis}: {before}; {due} is due")
-    return "\n".join([*lines, *_stack(record.stacks.get("MainThread", []))])
+    lines += _stack(record.stacks.get("MainThread", []))
+    lines += _stack(record.stacks.get(BESIDE, []), "and, for the other micro-batch of an overlapped slot, at")
+    return "\n".join(lines)
 
 
 def _last_seen(rank: int, traces: Traces, records: Mapping[int, RankRecord]) -> str:
@@ -187,9 +190,9 @@ def _last_seen(rank: int, traces: Traces, records: Mapping[int, RankRecord]) -> 
     return "\n".join([*lines, *_stack(traces.frozen.get(rank, []))])
 
 
-def _stack(places: Sequence[str]) -> list[str]:
+def _stack(places: Sequence[str], title: str = "its Python stands at") -> list[str]:
     """Lines with where Python stands, without torch's own frames if there are others."""
     shown = [place for place in places if not any(part in place for part in NOT_SHOWN)] or list(places)
     if not shown:
         return []
-    return ["    its Python stands at", *(f"        {short_place(place)}" for place in shown[:SHOWN_FRAMES])]
+    return [f"    {title}", *(f"        {short_place(place)}" for place in shown[:SHOWN_FRAMES])]

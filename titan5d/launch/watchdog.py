@@ -43,7 +43,7 @@ from titan5d.launch.record import (
     record_files,
     write_record,
 )
-from titan5d.launch.stacks import all_stacks, outermost_cause
+from titan5d.launch.stacks import all_stacks, outermost_cause, training_threads
 from titan5d.launch.torch_trace import TorchTrace
 from titan5d.launch.traces import read_traces
 from titan5d.launch.verdict import VERDICT, judge, write_verdict
@@ -206,7 +206,7 @@ class Watchdog:
         if not self._can_write:
             return
         progress = self._progress()
-        waits = threading.main_thread().ident in self.recorder.waits
+        waits = any(thread.ident in self.recorder.waits for thread in training_threads())
         beat = Heartbeat(
             self.rank, socket.gethostname(), os.getpid(), time.time(), progress.step, progress.phase, waits
         )

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMESPACE = "titan5d"
-KERNELS = ("titan5d::grouped_mm", "titan5d::grouped_mm_weight")
-"""Left whole: they are one kernel, of which only the results take memory."""
+KERNELS = ("titan5d::grouped_mm", "titan5d::grouped_mm_weight", "titan5d::reduce_scatter")
+"""Left whole: they are one kernel or collective, of which only the results take memory."""
 _DEVICE = torch.ops.prim.device.default
 
 

@@ -6,7 +6,7 @@
     print(ledger.table())
 
 Bytes are what one rank has to send if the collective runs as a ring over its n ranks (for an uneven payload or a
-broadcast: the mean over the ranks), whatever the backend really does; gloo, for one, reduce-scatters by all-reducing.
+broadcast: the mean over the ranks), whatever the backend really does (gloo's own reduce-scatter, for one, all-reduces).
 
     op                                   tensor counted             bytes sent by a rank
     all_gather                           output, all n pieces       (n - 1) / n
@@ -27,7 +27,8 @@ backward and recompute:
     torch.ops._c10d_functional  (DTensor, compiled graphs, tensor parallelism) never touches these methods: a
                                 dispatch mode sees the operators
 
-The one thing not seen is a functional collective inside a custom op. Groups of one rank move nothing and are left out.
+The one thing not seen is a functional collective inside a custom op. The operator titan5d::reduce_scatter counts as
+what it is, the messages it is made of do not. Groups of one rank move nothing and are left out.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class CommunicationLedger:
         self._records: dict[tuple[str, str, str], Traffic] = {}
         self._interception = Interception()
         self._mode = _FunctionalCollectives(self)
+        self.counts_messages = True
 
     def __enter__(self) -> CommunicationLedger:
         for name, (op, payload) in GROUP_METHODS.items():
@@ -149,8 +151,11 @@ _SHARE_SENT: dict[str, Callable[[int], float]] = {
     "barrier": lambda n: 0.0,
 }
 
+
 def _recorded(ledger: CommunicationLedger, op: str, payload: int | None, original: Any) -> Callable[..., Any]:
     def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if op in ("send", "recv") and not ledger.counts_messages:
+            return original(group, *args, **kwargs)
         given = [*args, *kwargs.values()]
         tensors = [] if payload is None else list(tensors_in(given[payload]))
         staying = 0
@@ -183,6 +188,15 @@ class _FunctionalCollectives(TorchDispatchMode):
             names = (argument.name for argument in func._schema.arguments)
             given = dict(zip(names, args, strict=False)) | kwargs
             self._record(func._schema.name.removeprefix("_c10d_functional::"), given)
+        if func._schema.name == "titan5d::reduce_scatter":
+            _, whole, group_name = args
+            group = dist.distributed_c10d._resolve_process_group(group_name)
+            self.ledger.record("reduce_scatter", [whole], group)
+            self.ledger.counts_messages = False
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self.ledger.counts_messages = True
         return func(*args, **kwargs)
 
     def _record(self, name: str, given: dict[str, Any]) -> None:

@@ -141,9 +141,9 @@ class MemoryLedger(TorchDispatchMode):
         return MemoryUse(**self._sums)
 
     def _note(self) -> None:
-        """Keeps what is highest."""
+        """Keeps what is highest; of equal moments the last, as what is filled in later has its purpose only then."""
         sums, highest = self._sums, self.highest
-        if (total := sum(sums.values())) > self._peak:
+        if (total := sum(sums.values())) >= self._peak:
             self._peak, self.peak = total, MemoryUse(**sums)
         for purpose, value in sums.items():
             if value > getattr(highest, purpose):
@@ -245,7 +245,8 @@ LOOK_EVERY = 64
 _PURPOSES = tuple(field.name for field in fields(MemoryUse))
 _MADE = ("activations", "logits", "other")
 _GATHERS = ("fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy")
-_COPY_GRADIENTS, _REDUCE = "fsdp.chunk_cat", "c10d._reduce_scatter_base_"
+_COPY_GRADIENTS = "fsdp.chunk_cat"
+_REDUCE = ("c10d._reduce_scatter_base_", "titan5d.reduce_scatter")
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -56,6 +56,8 @@ class Profiler:
                     ),
                     on_trace_ready=self._write_trace,
                     record_shapes=True,
+                    # in overlapped slots a thread of its own computes a micro-batch (parallel/turns.py)
+                    experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
                 )
             )
         if config.enable_memory_snapshot:

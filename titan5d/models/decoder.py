@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,28 @@ def padding_of(document_ids: Tensor | None) -> Tensor | None:
     return None if document_ids is None else document_ids < 0
 
 
+class GradientSum(Protocol):
+    """Sums the gradients of a step over devices that hold copies of a parameter."""
+
+    def begin_backward(self, last: bool) -> None:
+        """To be called before each backward. last: of the step."""
+        ...
+
+    def finish(self) -> None:
+        """After the last backward of a step: returns when all gradients are summed."""
+        ...
+
+
+class NoCopies:
+    """The device holds the only copy, or something else sums."""
+
+    def begin_backward(self, last: bool) -> None:
+        """Nothing is to be summed."""
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
 class Decoder(nn.Module):
     """A decoder-only transformer. Built with torch's default weights; `models.init` gives it its own.
 
@@ -84,6 +107,7 @@ class Decoder(nn.Module):
         compute_dtype: type of the hidden states, in which everything but routers, norms' sums and the loss computes;
             None = the type of the weights.
         prepare_padding: document ids -> (B, S) bool for the tokens on this device, or None; what experts leave out.
+        gradient_sum: how copies of parameters get one gradient; data parallelism puts its own in place.
 
     Raises ValueError listing every problem of `args`.
     """
@@ -101,6 +125,7 @@ class Decoder(nn.Module):
         self.prepare_mask: Callable[[Tensor | None], Tensor | None] = document_causal_mask
         self.compute_dtype: torch.dtype | None = None
         self.prepare_padding: Callable[[Tensor | None], Tensor | None] = padding_of
+        self.gradient_sum: GradientSum = NoCopies()
         self._tie()
 
     def _tie(self) -> None:

@@ -56,7 +56,7 @@ def combine(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
     """
     if weights is None:
         return _Sum.apply(rows, order.choice, order.place)
-    return _WeightedSum.apply(rows, weights, order.place)
+    return _WeightedSum.apply(rows, weights, order.choice, order.place)
 
 
 def _gather(tokens: Tensor, choice: Tensor, place: Tensor) -> Tensor:
@@ -66,8 +66,9 @@ def _gather(tokens: Tensor, choice: Tensor, place: Tensor) -> Tensor:
 def _add_slots(rows: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
     """sum over slots s of weights[t, s] * rows[place[t, s]], fp32 (or fp64)."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    total = torch.zeros(place.shape[0], rows.shape[1], dtype=wide, device=rows.device)
-    for slot in range(place.shape[1]):
+    first = rows.index_select(0, place[:, 0])  # (T, D)
+    total = first.to(wide) if weights is None else first * weights[:, 0, None]
+    for slot in range(1, place.shape[1]):
         row = rows.index_select(0, place[:, slot])  # (T, D)
         total = total.add_(row) if weights is None else total.addcmul_(row, weights[:, slot, None])
     return total
@@ -100,19 +101,17 @@ class _Sum(torch.autograd.Function):
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, place)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, choice: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, choice, place)
         return _add_slots(rows, place, weights).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, weights, place = ctx.saved_tensors
-        grad_weights = torch.empty_like(weights)
-        grad_rows = torch.empty_like(rows)
-        for slot in range(place.shape[1]):
-            # d/dweight: the token's gradient times the row; d/drow: the gradient times the weight
-            row = rows.index_select(0, place[:, slot])
-            grad_weights[:, slot] = torch.linalg.vecdot(row.to(weights.dtype), grad.to(weights.dtype))
-            grad_rows.index_copy_(0, place[:, slot], (grad * weights[:, slot, None]).to(rows.dtype))
-        return grad_rows, grad_weights, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        # d/dweight: the token's gradient times the row; d/drow: the gradient times the weight. In the order of rows
+        rows, weights, choice, place = ctx.saved_tensors
+        slots, wide = place.shape[1], weights.dtype
+        grads = _gather(grad, choice, place)  # (N, D)
+        pieces = zip(rows.chunk(slots), grads.chunk(slots), strict=True)  # wide copies of a piece at a time
+        products = torch.cat([torch.linalg.vecdot(row.to(wide), g.to(wide)) for row, g in pieces])  # (N,)
+        return grads.mul_(weights.take(choice)[:, None]), products.take(place), None, None

@@ -155,12 +155,6 @@ def parallelize(
     apply_recompute(model, recompute, compile.enable, experts_are_cut)
     if compile.enable:
         apply_compile(model, compile.components, compile.backend, experts_are_cut)
-    topology = meshes.topology
-    expert_mesh = meshes.expert_data_parallel(data.stage)
-    ranks = max(topology.dp * topology.cp, 1 if expert_mesh is None else expert_mesh.size())
-    stored = next(model.parameters()).dtype
-    if topology.world_size == 1 and not data.cpu_offload:
-        # Nothing to shard or gather: the model itself rounds weights to the type it computes in
-        model.compute_dtype = data.param_dtype if data.param_dtype != stored else None
-    elif ranks > 1 or data.param_dtype != stored or data.cpu_offload:
-        apply_data_parallel(model, meshes.data_parallel(data.stage), data, expert_mesh)
+    rows, experts = meshes.data_parallel(data.stage), meshes.expert_data_parallel(data.stage)
+    is_cut = meshes.topology.pp * meshes.topology.tp > 1
+    apply_data_parallel(model, rows, data, experts, rounds_once=is_cut)

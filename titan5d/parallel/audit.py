@@ -5,8 +5,8 @@ Two questions, per parameter and mesh axis:
     replicated   do all ranks of the axis hold the same gradient?
                      largest - smallest over the axis, element by element
     summed       is it the sum of what the ranks made?
-                     what autograd gave each rank, summed once more by plain all-reduces, against what FSDP2 and
-                     reduce_partial_gradients left in `parameter.grad`
+                     what autograd gave each rank, summed once more by plain all-reduces, against what FSDP2,
+                     ReplicaSum and reduce_partial_gradients left in `parameter.grad`
 
                  rank 0     rank 1        FSDP2, tensor ...       plain all-reduces
     autograd     g0         g1        ->  slices of g0 + g1   =?  slices of g0 + g1
@@ -34,6 +34,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from titan5d.models.decoder import Decoder
 from titan5d.parallel.data import fsdp_modules
 from titan5d.parallel.mesh import Meshes
+from titan5d.parallel.pipeline import PipelineModel
+from titan5d.parallel.replicas import ReplicaSum
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 """Of the largest element: what the order of additions changes, in the type a gradient is made or kept in."""
@@ -98,13 +100,14 @@ class GradientAudit:
 
         Raises GradientAuditFailed naming parameters, axes, ranks and differences.
         """
-        partials = self._partial_anywhere()
+        partials, copies = self._partial_anywhere(), _copies(self.model)
         tied = {"tok_embeddings.weight", "output.weight"} if self._tied_over_stages() else set()
         problems = []
         for name, parameter in self.model.named_parameters():
-            problems += _replicas(name, parameter)
+            mesh = copies.get(parameter)
+            problems += _replicas(name, parameter, mesh)
             if name in self._made and name not in tied:
-                problems += _sum(name, parameter, self._made[name], name in partials)
+                problems += _sum(name, parameter, self._made[name], name in partials, mesh)
         problems += self._tied_copies() if tied else []
         for made in self._made.values():
             made.local.zero_()
@@ -145,15 +148,22 @@ class GradientAudit:
         return [f"  tied matrix over axis pp: the gradients of {where} are not bitwise equal copies"]
 
 
-def _replicas(name: str, parameter: nn.Parameter) -> list[str]:
+def _copies(model: Decoder) -> dict[nn.Parameter, DeviceMesh]:
+    """Whole parameters and the ranks that hold copies of them; their placements do not say so (replicas.py)."""
+    stages = model.stages.values() if isinstance(model, PipelineModel) else [model]
+    sums = [stage.gradient_sum for stage in stages]
+    return {p: mesh for each in sums if isinstance(each, ReplicaSum) for p, mesh in each.copies()}
+
+
+def _replicas(name: str, parameter: nn.Parameter, copies: DeviceMesh | None) -> list[str]:
     """Differences over the axes on which the gradient is declared replicated, or is still a summand."""
     grad, problems = parameter.grad, []
-    if not isinstance(parameter, DTensor):
-        return []
-    placements = grad.placements if isinstance(grad, DTensor) else parameter.placements
-    local = torch.zeros_like(parameter.to_local()) if grad is None else _local(grad)
-    for axis, placement in enumerate(placements):
-        mesh = parameter.device_mesh
+    axes: list[tuple[DeviceMesh, int, Any]] = [] if copies is None else [(copies, 0, Replicate())]
+    if isinstance(parameter, DTensor):
+        placements = grad.placements if isinstance(grad, DTensor) else parameter.placements
+        axes += [(parameter.device_mesh, axis, placement) for axis, placement in enumerate(placements)]
+    local = torch.zeros_like(_local(parameter)) if grad is None else _local(grad)
+    for mesh, axis, placement in axes:
         if mesh.size(axis) == 1:
             continue
         group = mesh.get_group(axis)
@@ -187,7 +197,9 @@ def _spread(local: Tensor, group: dist.ProcessGroup) -> str | None:
     return f"differs by {relative:.1e} of its largest element (element {place}: {shown})"
 
 
-def _sum(name: str, parameter: nn.Parameter, made: _Made, is_partial: bool) -> list[str]:
+def _sum(
+    name: str, parameter: nn.Parameter, made: _Made, is_partial: bool, copies: DeviceMesh | None
+) -> list[str]:
     """Whether `parameter.grad` is this rank's part of the sum of what all ranks made."""
     total = made.local.double()
     axes = []
@@ -195,6 +207,9 @@ def _sum(name: str, parameter: nn.Parameter, made: _Made, is_partial: bool) -> l
         for axis in range(made.mesh.ndim):
             dist.all_reduce(total, group=made.mesh.get_group(axis))
             axes.append(_axis(made.mesh, axis))
+    if copies is not None:
+        dist.all_reduce(total, group=copies.get_group())
+        axes.append(_axis(copies, 0))
     for axis, placement in _data_axes(parameter, made.mesh):
         mesh = parameter.device_mesh  # type: ignore[attr-defined]
         group = mesh.get_group(axis)

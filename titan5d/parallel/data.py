@@ -8,7 +8,7 @@
 
 A unit is what is gathered and reduced together: the embedding, each block, norm + head. Collectives per unit:
 
-    stage 0   one all-reduce a step
+    stage 0   one all-reduce a step (replicas.py)
     stage 1   one all-gather and one reduce-scatter a step
     stage 2   one all-gather a step, one reduce-scatter a micro-batch
     stage 3   two all-gathers and one reduce-scatter a micro-batch
@@ -16,8 +16,10 @@ A unit is what is gathered and reduced together: the embedding, each block, norm
     experts   where they are cut, units of their own, each shared by the ranks that hold the same ones (expert.py)
     routers   no part of any unit: whole on every rank; one all-reduce a step
 
-All stages are torch's FSDP2; they differ in when it may free and when it must reduce. Gradients are summed, never
-averaged: the loss is already divided by the token count of the whole step.
+Stages 1 to 3 are torch's FSDP2; they differ in when it may free and when it must reduce. Where there are no shards,
+in stage 0 or on one rank, nothing is gathered: the model computes with the weights themselves, rounding them to its
+type. (But many micro-batches under way in a pipeline, or tensor ranks, use one rounded copy, which FSDP2 holds.)
+Gradients are summed, never averaged: the loss is already divided by the token count of the whole step.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +46,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan5d.models.decoder import Decoder
 from titan5d.models.experts import Experts
+from titan5d.parallel.gloo_reduce_scatter import GlooReduceScatter
+from titan5d.parallel.replicas import ReplicaSum, Unit
 
 
 @dataclass(frozen=True)
@@ -80,32 +85,85 @@ def units(model: Decoder) -> list[list[nn.Module]]:
 
 
 def apply_data_parallel(
-    model: Decoder, mesh: DeviceMesh, plan: DataParallel, expert_mesh: DeviceMesh | None = None
+    model: Decoder,
+    mesh: DeviceMesh,
+    plan: DataParallel,
+    expert_mesh: DeviceMesh | None = None,
+    rounds_once: bool = False,
 ) -> None:
-    """Wraps the units of `model` (in place) over `mesh`: one axis, or (replicate, shard) for HSDP.
+    """Cuts the units of `model` (in place) over `mesh`: one axis, or (replicate, shard) for HSDP.
 
     For stage 0 the mesh has one axis, all of whose ranks hold everything.
 
     Args:
         expert_mesh: the ranks that hold the same experts, likewise; None = the experts are parts of their blocks.
+        rounds_once: weights that are stored wider than the model computes are rounded once a step, and that copy kept.
     """
-    routers = {router.weight for router in model.routers().values()}
+    rounds = rounds_once and plan.param_dtype != next(model.parameters()).dtype
+    cuts_experts = expert_mesh is not None and (rounds or _has_shards(expert_mesh, plan))
+    # FSDP2's units share a root, the model: if some are cut, the others are units too, of one shard each
+    cuts_rest = rounds or _has_shards(mesh, plan) or cuts_experts
+    routers: list[nn.Module] = list(model.routers().values())  # each rank has them whole; expert.py sums
+    whole: list[Unit] = []
+    for unit in units(model):
+        experts = [] if expert_mesh is None else _experts_of(unit)
+        if not cuts_rest:
+            whole += _copies(unit, mesh, [*experts, *routers])
+        if expert_mesh is not None and not cuts_experts:
+            whole += _copies(experts, expert_mesh, [])
+    if cuts_rest:
+        _shard(model, mesh, plan, expert_mesh, cuts_experts)
+    else:
+        stored = next(model.parameters()).dtype
+        model.compute_dtype = plan.param_dtype if plan.param_dtype != stored else None
+    if whole:
+        model.gradient_sum = ReplicaSum(whole, plan.reduce_dtype)
+
+
+def _has_shards(mesh: DeviceMesh, plan: DataParallel) -> bool:
+    """Whether FSDP2 has something to do on `mesh`: shards to gather, or weights to fetch from the host."""
+    return plan.cpu_offload or (plan.stage > 0 and mesh.size(mesh.ndim - 1) > 1)
+
+
+def _copies(modules: list[nn.Module], mesh: DeviceMesh, without: list[nn.Module]) -> list[Unit]:
+    """The unit of `modules` for the sum over their copies on `mesh`; none if there is one copy."""
+    names = mesh.mesh_dim_names or ()
+    axes = [name for axis, name in enumerate(names) if mesh.size(axis) > 1]
+    if not modules or not axes:
+        return []
+    (axis,) = axes
+    return [Unit(modules, mesh if mesh.ndim == 1 else mesh[axis], without)]
+
+
+def _shard(
+    model: Decoder, mesh: DeviceMesh, plan: DataParallel, expert_mesh: DeviceMesh | None, cuts_experts: bool
+) -> None:
+    """Wraps the units of `model` in FSDP2: all but the routers and, unless `cuts_experts`, experts that have a mesh of
+    their own."""
+    ignored = {router.weight for router in model.routers().values()}
     wrapped = units(model)
     heads: list[list[nn.Module]] = []
     for index, unit in enumerate(wrapped):
         # The last unit is needed again at once by backward: freeing it would only gather it twice.
         frees = plan.stage == 3 and not (index == len(wrapped) - 1 and len(wrapped) > 1)
         inner = [] if expert_mesh is None else _experts_of(unit)
+        if not cuts_experts:
+            ignored |= {parameter for experts in inner for parameter in experts.parameters()}
+            inner = []
         for experts in inner:
             assert expert_mesh is not None
-            _wrap(experts, expert_mesh, plan, _reshard(plan, expert_mesh, frees), routers)
-        _wrap(unit if len(unit) > 1 else unit[0], mesh, plan, _reshard(plan, mesh, frees), routers)
+            # freed whole: torch makes the groups of larger shards with all ranks, and these have meshes of their own
+            _wrap(experts, expert_mesh, plan, frees, ignored)
+        _wrap(unit if len(unit) > 1 else unit[0], mesh, plan, _reshard(plan, mesh, frees), ignored)
         heads.append([unit[0], *inner])
-    _wrap(model, mesh, plan, plan.stage == 3, routers)
+    _wrap(model, mesh, plan, plan.stage == 3, ignored)
+    scatter: Any = GlooReduceScatter()
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         # gloo has no premultiplied sum; a plain sum is what is wanted anyway
         module.set_force_sum_reduction_for_comms(True)
+        if mesh.device_type == "cpu" and dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
+            module.set_custom_reduce_scatter(scatter)
     _prefetch(heads)
 
 
@@ -146,11 +204,18 @@ def _wrap(
 
 
 def _sliced_dimension(parameter: nn.Parameter, shards: int) -> Shard:
-    """The first, by rows. A stack of experts that does not divide over the shards (fewer experts, say) the second:
-    slices of each expert, as padding of whole experts would cost much."""
+    """The first, by rows. A stack of experts that does not divide over the shards (fewer experts, say) another one that
+    does: slices of each expert, as padding of whole experts would cost much. One that is cut already comes last."""
     here = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
-    stack = len(here) == 3 and here[0] % shards and here[1] % shards == 0
-    return Shard(1) if stack else Shard(0)
+    if len(here) != 3 or here[0] % shards == 0:
+        return Shard(0)
+    cut = (
+        [p.dim for p in parameter.placements if isinstance(p, Shard)]
+        if isinstance(parameter, DTensor)
+        else []
+    )
+    fitting = [dim for dim in sorted((1, 2), key=cut.__contains__) if here[dim] % shards == 0]
+    return Shard(fitting[0] if fitting else 0)
 
 
 def _prefetch(heads: list[list[nn.Module]]) -> None:
@@ -177,12 +242,13 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def before_microbatch(model: nn.Module, stage: int, last: bool) -> None:
-    """Tells FSDP2, before each forward, what this micro-batch may free and must reduce.
+def before_microbatch(model: Decoder, stage: int, last: bool) -> None:
+    """Says, before each forward, what this micro-batch may free and must reduce.
 
     `last`: the last micro-batch of the optimizer step. Parameters must be freed in its backward, or the next forward
     would run on what was gathered before the update.
     """
+    model.gradient_sum.begin_backward(last)
     if not isinstance(model, FSDPModule):
         return
     model.set_is_last_backward(last)

@@ -5,8 +5,9 @@
     rank 2   tokens [C ...]   experts [. . . . 4 5 . .]        to rank 0 (itself) and to rank 3, and the two
     rank 3   tokens [D ...]   experts [. . . . . . 6 7]        results travel back
 
-Axis sliced: experts. There are no ranks of their own for it: the ranks that share the rest of the model,
-dp_shard x cp x tp of them, are the efsdp x ep ranks of the experts, ep innermost (mesh.py).
+Axes sliced: experts, and inside an expert the width of its hidden vectors (etp slices). There are no ranks of their
+own for it: the ranks that share the rest of the model, dp_shard x cp x tp of them, are the efsdp x etp x ep ranks of
+the experts, ep innermost (mesh.py).
 
     dp_shard 2, tp 2          attention and shared experts       experts with ep = 2       with ep = 4
     rank 0   s 0  t 0         heads 0, shard 0                   half 0, shard 0           quarter 0
@@ -14,12 +15,23 @@ dp_shard x cp x tp of them, are the efsdp x ep ranks of the experts, ep innermos
     rank 2   s 1  t 0         heads 0, shard 1                   half 0, shard 1           quarter 2
     rank 3   s 1  t 1         heads 1, shard 1                   half 1, shard 1           quarter 3
 
-Collectives per layer with experts: four all-to-alls of k T D elements of which 1 - 1/ep leave the rank, two forward,
-two backward (expert_dispatch.py), and one of E counts. Capacity and the loss of load balance by row are rules about
-whole rows: where a row is cut (cp, tp), its counts are summed, or its choices gathered, over the ranks that share it.
+An expert is a sum over its hidden width, so it can be cut along that, as a dense feed-forward is:
 
-Gradients: an expert has seen the tokens of all ep ranks, so its gradient is summed over efsdp (and dp_replicate) by
-FSDP2, as any other, with no factor. The router's weight is whole on every rank, its gradient there a summand.
+    w2 (silu(w1 x) * w3 x)  =  sum over slices s of   w2[:, s] (silu(w1[s] x) * w3[s] x)
+
+    ep 2, etp 2    rank 0  slice 0 of 0 1    rank 1  slice 0 of 2 3    rank 2  slice 1 of 0 1    rank 3  slice 1 of 2 3
+
+A row goes to the etp ranks of its expert, and their outputs are summed when they come back: nothing else changes, the
+ranks route their own tokens once.
+
+Collectives per layer with experts: four all-to-alls of etp k T D elements of which 1 - 1/(ep etp) leave the rank, two
+forward, two backward (expert_dispatch.py), and one of etp E counts. Capacity and the loss of load balance by row are
+rules about whole rows: where a row is cut (cp, tp), its counts are summed, or its choices gathered, over the ranks that
+share it.
+
+Gradients: an expert, or a slice of one, has seen the tokens of all etp x ep ranks, so its gradient is summed over efsdp
+(and dp_replicate) by FSDP2, as any other, with no factor. The router's weight is whole on every rank, its gradient
+there a summand.
 """
 
 from __future__ import annotations
@@ -43,11 +55,15 @@ from titan5d.parallel.expert_dispatch import AllToAll
 from titan5d.parallel.mesh import Meshes
 from titan5d.parallel.zigzag import LoadBalancer, SequenceCut
 
+HIDDEN_WIDTH = {"w1": 1, "w3": 1, "w2": 2}
+"""Which dimension of each stack of matrices is the width of the hidden vectors."""
+
 
 def apply_expert_parallel(model: Decoder, meshes: Meshes, load_balancer: LoadBalancer = "headtail") -> None:
     """Cuts the experts of `model` (in place, best on the meta device) and gives every rank its routers.
 
-    With tensor ranks the sequence must be cut too (sequence parallelism). The number of experts is a multiple of ep.
+    With tensor ranks the sequence must be cut too (sequence parallelism). The number of experts is a multiple of ep,
+    their hidden width of etp.
 
     Args:
         load_balancer: how rows are cut over context ranks.
@@ -62,10 +78,11 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes, load_balancer: LoadBal
             replicate_router(moe.router, meshes.stage)
         if meshes.row.size() > 1:
             cut_rows(moe.router, piece, meshes.row.get_group())
-        if topology.ep > 1:
+        if topology.expert_ranks > 1:
             assert meshes.experts is not None
-            spread_experts(moe.experts, meshes.experts["ep"])
-            moe.exchange = AllToAll(meshes.experts.get_group("ep"))
+            cut = meshes.experts["ep"] if topology.etp == 1 else meshes.experts["etp", "ep"]
+            spread_experts(moe.experts, cut)
+            moe.exchange = AllToAll(meshes.group("ep_etp"), topology.etp)
     if meshes.row.size() > 1:
         model.prepare_padding = piece.padding
 
@@ -88,9 +105,10 @@ def _local_summand(weight: Tensor) -> Tensor:
 
 
 def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:
-    """Leaves this rank of the one-dimensional `mesh` its share of the experts."""
+    """Leaves this rank of `mesh`, (ep) or (etp, ep), its share of the experts, and of each its slice."""
     for name, weight in list(experts.named_parameters()):
-        mine = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+        placements = [Shard(0)] if mesh.ndim == 1 else [Shard(HIDDEN_WIDTH[name]), Shard(0)]
+        mine = distribute_tensor(weight.detach(), mesh, placements, src_data_rank=None)
         setattr(experts, name, nn.Parameter(mine))
     experts.local_weight = _local_experts
 

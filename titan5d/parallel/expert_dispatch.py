@@ -11,9 +11,17 @@ How many rows go where is told first, in one all-to-all of E whole numbers, and 
 much memory arrives. A rank may get no row at all, or those of all ranks: then it computes on none or on all, in the
 same order of collectives as every other rank.
 
+Where an expert is cut in t slices (expert.py), each with a rank of its own, its rows go to all of them. The ranks are
+numbered slice by slice, so the rows that leave are those of one slice, t times over; and what the slices give back are
+t summands of all rows, added up in fp32:
+
+    e = 2, t = 2    0 0 1 | 2 3 3 || 0 0 1 | 2 3 3   ->   slice 0 of 0 1 | slice 0 of 2 3 || slice 1 of 0 1 | of 2 3
+                    y y y | y y y  + y y y | y y y   <-
+
 What travels on the way there does so while other work is done, in both directions: forward between `send` and
 `arrive`, backward from the gradient of `arrive` to that of `send`, between which autograd computes the gradients of
-whatever ran there. Rows that go nowhere (padding, over capacity) are not sent and come back as zeros.
+whatever ran there. Besides, each of the four has a pause between its start and its wait, in which another micro-batch
+may compute (turns.py). Rows that go nowhere (padding, over capacity) are not sent and come back as zeros.
 """
 
 from __future__ import annotations
@@ -28,6 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan5d.models.moe import Rows
+from titan5d.parallel.turns import no_pause
 
 ReadCounts = Callable[[Tensor, int], list[list[int]]]
 
@@ -37,9 +46,10 @@ class Route:
     """Where the rows of one layer and micro-batch go; the same for everything that belongs to a row.
 
     Attributes:
-        group: the ranks that share the experts.
+        group: the ranks that share the experts, those of slice 0 first.
+        slices: ranks that share one expert.
         n_rows: rows of this rank, with those that go nowhere.
-        leaving, arriving: rows to and from each rank.
+        leaving, arriving: rows to and from each rank; a row leaves once for each slice.
         sort: (rows here,) for each place in the order of experts, which arriving row stands there; None = they arrive
             in that order.
         unsort: the inverse.
@@ -47,6 +57,7 @@ class Route:
     """
 
     group: dist.ProcessGroup
+    slices: int
     n_rows: int
     leaving: list[int]
     arriving: list[int]
@@ -57,33 +68,58 @@ class Route:
     def start(self, rows: Tensor, there: bool) -> Flight:
         """Starts an all-to-all: rows of this rank, sorted by expert, to where they go, or back from there."""
         to, back = (self.leaving, self.arriving) if there else (self.arriving, self.leaving)
-        rows = rows[: sum(to)].contiguous()
-        result = rows.new_empty(sum(back) if there else self.n_rows, *rows.shape[1:])
-        landing = result[: sum(back)]
-        result[sum(back) :].zero_()  # rows that went nowhere
+        sent = sum(self.leaving) // self.slices  # rows of this rank that go somewhere
+        summands = None
+        if there:
+            rows = rows[:sent]
+            if self.slices > 1:
+                rows = rows.repeat(self.slices, *[1] * (rows.dim() - 1))  # (slices * sent, ...)
+            result = landing = rows.new_empty(sum(back), *rows.shape[1:])
+        else:
+            result = rows.new_empty(self.n_rows, *rows.shape[1:])
+            landing = result[:sent]
+            result[sent:].zero_()  # rows that went nowhere
+            if self.slices > 1:
+                summands = rows.new_empty(self.slices, sent, *rows.shape[1:])
+                landing = summands.flatten(0, 1)  # (slices * sent, ...)
+        rows = rows.contiguous()
         work = dist.all_to_all_single(landing, rows, back, to, group=self.group, async_op=True)
-        return Flight(result, rows, work)
+        return Flight(result, rows, work, summands)
 
 
 @dataclass
 class Flight:
-    """An all-to-all under way. `land` waits for it; until then its input must live."""
+    """An all-to-all under way. `land` waits for it; until then its input must live.
+
+    Attributes:
+        summands: (slices, rows, ...) what arrives, where it is yet to be summed into the first rows of `result`.
+    """
 
     result: Tensor
     source: Tensor | None
     work: Any
+    summands: Tensor | None = None
 
     def land(self) -> Tensor:
         self.work.wait()
         self.source = None
+        if self.summands is not None:
+            # adds in fp32, whatever the type, and rounds once
+            torch.sum(self.summands, 0, out=self.result[: self.summands.shape[1]])
+            self.summands = None
         return self.result
 
 
 @dataclass
 class Trip:
-    """One tensor that belongs to rows, on its way to the experts; and later its gradient, on its way back."""
+    """One tensor that belongs to rows, on its way to the experts; and later its gradient, on its way back.
+
+    Attributes:
+        pause: called while either is under way; of trips that go together only one has a pause.
+    """
 
     route: Route
+    pause: Callable[[], None] = no_pause
     flight: Flight | None = None
     promise: Tensor = field(init=False)
     """Stands for the rows in autograd; holds nothing to read until they have arrived."""
@@ -110,20 +146,26 @@ class AllToAll:
     """The exchange (models/moe.py) of ranks that share the experts: rank r of e holds experts r E/e to (r + 1) E/e.
 
     Attributes:
+        slices: ranks that share one expert; of e x slices ranks, rank s e + r holds slice s of those experts.
         read_counts: how the host learns how many rows go where.
+        pause: called between the start of an all-to-all of rows and the wait for it. On every rank equally often,
+            whatever is there already: so others may start collectives in it. Not while counts travel: the host has to
+            wait for them, on CUDA together with all that is computed in a pause.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, slices: int = 1) -> None:
         self.group = group
+        self.slices = slices
         self.read_counts: ReadCounts = read_counts
+        self.pause: Callable[[], None] = no_pause
 
     def send(self, rows: Rows) -> list[Trip]:
         """Trips of the rows and, if they travel with them, of their weights."""
-        route = plan_route(rows.ends, rows.rows.shape[0], self.group, self.read_counts)
-        trips = []
+        route = plan_route(rows.ends, rows.rows.shape[0], self.group, self.slices, self.read_counts)
+        trips: list[Trip] = []
         for tensor in (rows.rows, rows.weights):
             if tensor is not None:
-                trip = Trip(route)
+                trip = Trip(route, no_pause if trips else self.pause)
                 trip.promise = _Send.apply(tensor, trip)
                 trips.append(trip)
         return trips
@@ -133,17 +175,21 @@ class AllToAll:
         return Rows(rows, trips[0].route.ends, False, weights[0] if weights else None)
 
     def give_back(self, out: Tensor, trips: list[Trip]) -> Tensor:
-        return _GiveBack.apply(out, trips[0].route)
+        return _GiveBack.apply(out, trips[0].route, self.pause)
 
 
 @torch.no_grad()
 def plan_route(
-    ends: Tensor, n_rows: int, group: dist.ProcessGroup, read_counts: ReadCounts = read_counts
+    ends: Tensor,
+    n_rows: int,
+    group: dist.ProcessGroup,
+    slices: int = 1,
+    read_counts: ReadCounts = read_counts,
 ) -> Route:
     """The route of rows sorted by expert, ends (E,) int32. Collective: the ranks tell each other their counts."""
     ranks = group.size()
     zero = ends.new_zeros(1)
-    counts = torch.diff(ends, prepend=zero).long()  # (E,)
+    counts = torch.diff(ends, prepend=zero).long().repeat(slices)  # (slices * E,)
     arriving = torch.empty_like(counts)  # of each rank the counts of the experts here
     dist.all_to_all_single(arriving, counts, group=group)
     arriving = arriving.view(ranks, -1)  # (ranks, experts here)
@@ -156,7 +202,7 @@ def plan_route(
         unsort = torch.empty_like(sort)
         unsort[sort] = torch.arange(sort.numel(), device=sort.device)
     here = arriving.sum(0).cumsum(0).int()
-    return Route(group, n_rows, by_rank[0], by_rank[1], sort, unsort, here)
+    return Route(group, slices, n_rows, by_rank[0], by_rank[1], sort, unsort, here)
 
 
 def _reorder(rows: Tensor, order: Tensor | None) -> Tensor:
@@ -184,6 +230,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, promise: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
+        trip.pause()
         return _reorder(trip.land(), trip.route.sort).view_as(promise)
 
     @staticmethod
@@ -191,6 +238,7 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         trip: Trip = ctx.trip
         trip.flight = trip.route.start(_reorder(grad, trip.route.unsort), there=False)
+        trip.pause()
         return grad.new_zeros(()).expand(grad.shape), None  # the gradient itself goes by way of the trip
 
 
@@ -198,12 +246,16 @@ class _GiveBack(torch.autograd.Function):
     """The way back, and of the gradients there again."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.start(_reorder(out, route.unsort), there=False).land()
+    def forward(ctx: Any, out: Tensor, route: Route, pause: Callable[[], None]) -> Tensor:
+        ctx.route, ctx.pause = route, pause
+        flight = route.start(_reorder(out, route.unsort), there=False)
+        pause()
+        return flight.land()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         route: Route = ctx.route
-        return _reorder(route.start(grad, there=True).land(), route.sort), None
+        flight = route.start(grad, there=True)
+        ctx.pause()
+        return _reorder(flight.land(), route.sort), None, None

@@ -20,12 +20,47 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 
+@torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sums gradients that are still partial over a mesh axis, so that each has its parameter's placements."""
+    """Sums gradients that are still partial over a mesh axis, so that each has its parameter's placements.
+
+    They are many and small (norms, routers): all that belong to one group of ranks are summed in one all-reduce.
+    """
+    together: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
         grad = parameter.grad
-        if isinstance(grad, DTensor) and any(isinstance(placement, Partial) for placement in grad.placements):
+        if not isinstance(grad, DTensor):
+            continue
+        axes = [axis for axis, placement in enumerate(grad.placements) if isinstance(placement, Partial)]
+        if any(not parameter.placements[axis].is_replicate() for axis in axes):  # type: ignore[attr-defined]
             parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+            continue
+        for axis in axes:
+            together.setdefault((grad.device_mesh.get_group(axis), grad.dtype), []).append(parameter)
+    for (group, _), alike in together.items():
+        summands = [_local(parameter.grad) for parameter in alike if parameter.grad is not None]
+        sums = torch.cat([summand.reshape(-1) for summand in summands])
+        dist.all_reduce(sums, group=group)
+        for summand, piece in zip(
+            summands, sums.split([summand.numel() for summand in summands]), strict=True
+        ):
+            summand.copy_(piece.view_as(summand))
+    for alike in together.values():
+        for parameter in alike:
+            parameter.grad = _declared(parameter.grad, parameter)
+
+
+def _declared(grad: torch.Tensor | None, parameter: nn.Parameter) -> DTensor:
+    """A gradient whose summands are summed, placed as its parameter."""
+    assert isinstance(grad, DTensor) and isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        grad.to_local(),
+        grad.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=grad.shape,
+        stride=grad.stride(),
+    )
 
 
 @torch.no_grad()
@@ -94,12 +129,25 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _power_sum(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
     """sum |x|^p over all elements (max |x| for p = inf), an fp32 scalar.
 
-    On the CPU added up in fp64: torch adds one element after the other there, and in fp32 the norm of 4 M elements is
-    wrong by 1e-4, by how much depending on how they are sharded. CUDA adds by blocks.
+    On the CPU torch adds one element after the other, and in fp32 the norm of 4 M elements is wrong by 1e-4, by how
+    much depending on how they are sharded: so short runs are added in fp32, and these in fp64. CUDA adds by blocks.
     """
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.zeros((), dtype=torch.float32, device=device)
-    wide = torch.float64 if device.type == "cpu" else torch.float32
-    norms = torch.stack([norm.to(wide) for norm in torch._foreach_norm(tensors, p, dtype=wide)])
+    if math.isinf(p) or device.type != "cpu":
+        norms = torch.stack(torch._foreach_norm(tensors, p, dtype=torch.float32))
+    else:
+        norms = torch.cat([_norms_of_runs(tensor, p) for tensor in tensors]).double()
     return (norms.max() if math.isinf(p) else (norms**p).sum()).float()
+
+
+RUN = 1024
+
+
+def _norms_of_runs(tensor: torch.Tensor, p: float) -> torch.Tensor:
+    """The p-norm of every RUN elements of `tensor`, and of the rest: (runs,) fp32."""
+    flat = tensor.reshape(-1)
+    whole = flat.numel() // RUN * RUN
+    runs, rest = flat[:whole].view(-1, RUN), flat[None, whole:]  # (n, RUN), (1, what is left)
+    return torch.cat([torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in (runs, rest)])

@@ -6,12 +6,14 @@ The same grid of ranks (topology.py), seen by its two users:
     parameters  (pp, dp_replicate, shard, tp)            who holds which part of the weights; shard = dp_shard x cp:
                                                          context ranks hold the same weights, so they share them as
                                                          data ranks do
-    experts     (pp, dp_replicate, efsdp, ep)            who holds which experts, if they are cut: ep neighbouring ranks
-                                                         share the experts, efsdp ranks the weights of each
+    experts     (pp, dp_replicate, efsdp, etp, ep)       who holds which experts, if they are cut: ep neighbouring ranks
+                                                         share the experts, etp such groups the width of each expert,
+                                                         efsdp ranks the weights of that
     batch = dp_replicate x dp_shard          ranks that read different rows
     loss  = dp_replicate x dp_shard x cp     ranks that hold different tokens: losses are summed here
     stage = loss x tp                        ranks that route different tokens (with sequence parallelism)
     row   = cp x tp                          ranks that hold parts of the same rows
+    ep_etp = etp x ep                        ranks that hold all experts among them and exchange rows
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class Meshes:
 
     Attributes:
         tokens, parameters: the two views of the world.
-        experts: the third view; None where experts are shared as all other weights (ep and tp are 1) or there are none.
+        experts: the third view; None where experts are shared as all other weights (ep, etp and tp are 1) or there
+            are none.
+        exchange: the ranks that hold all experts among them, one-dimensional: rank slice * ep + e holds slice `slice`
+            of share e. None where `experts` is.
         batch, loss, stage, row: one-dimensional meshes (see the module's text). Without experts no rank asks for the
             last two, and they are loss and cp.
         pipeline: the groups of hidden states and their gradients; None without pipeline ranks.
@@ -60,12 +65,15 @@ class Meshes:
         self.loss = self.tokens["dp_replicate", "dp_shard", "cp"]._flatten("loss")
         self.stage, self.row = self.loss, self.tokens["cp"]
         self.experts: DeviceMesh | None = None
-        if has_experts and topology.ep * topology.tp > 1:
+        self.exchange: DeviceMesh | None = None
+        if has_experts and topology.expert_ranks * topology.tp > 1:
             self.experts = init_device_mesh(
                 device_type,
-                (topology.pp, topology.dp_replicate, topology.efsdp, topology.ep),
-                mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
+                (topology.pp, topology.dp_replicate, topology.efsdp, topology.etp, topology.ep),
+                mesh_dim_names=("pp", "dp_replicate", "efsdp", "etp", "ep"),
             )
+            # of ep ranks alone there is a group already
+            self.exchange = self.experts["etp", "ep"]._flatten("ep_etp") if topology.etp > 1 else self.experts["ep"]
         if has_experts and topology.tp > 1:
             self.stage = self.tokens["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage")
             self.row = self.tokens["cp", "tp"]._flatten("row")
@@ -96,18 +104,21 @@ class Meshes:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """This rank's group along one axis: pp, dp_replicate, dp_shard, cp, tp, shard, batch, loss, stage, row; with a
-        cut of the experts efsdp and ep, too."""
+        cut of the experts efsdp, etp, ep and ep_etp, too."""
         joint = {"batch": self.batch, "loss": self.loss, "stage": self.stage, "row": self.row}
         if axis in joint:
             return joint[axis].get_group()
-        if axis in ("efsdp", "ep"):
+        if axis == "ep_etp":
+            assert self.exchange is not None
+            return self.exchange.get_group()
+        if axis in ("efsdp", "etp", "ep"):
             assert self.experts is not None
             return self.experts.get_group(axis)
         return (self.parameters if axis == "shard" else self.tokens).get_group(axis)
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """Name -> this rank's group, for every axis and joint axis."""
-        experts = () if self.experts is None else ("ep", "efsdp", "stage", "row")
+        experts = () if self.experts is None else ("ep", "etp", "ep_etp", "efsdp", "stage", "row")
         return {axis: self.group(axis) for axis in (*AXES, "shard", "batch", "loss", *experts)}
 
     def set_timeout(self, timeout: timedelta) -> None:

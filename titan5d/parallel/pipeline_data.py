@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from titan5d.models.decoder import Decoder
 
-def before_backward(stage: nn.Module, zero_stage: int, last: bool) -> None:
-    """Tells FSDP2 what the coming backward may free and must reduce. last: the stage's last of the step."""
+
+def before_backward(stage: Decoder, zero_stage: int, last: bool) -> None:
+    """Says what the coming backward may free and must reduce. last: the stage's last of the step."""
+    stage.gradient_sum.begin_backward(last)
     if not isinstance(stage, FSDPModule):
         return
     stage.set_is_last_backward(last)
@@ -26,8 +28,9 @@ def before_backward(stage: nn.Module, zero_stage: int, last: bool) -> None:
     stage.set_requires_gradient_sync(last)
 
 
-def reduce_gradients(stage: nn.Module) -> None:
-    """What FSDP2 does in a last backward, when the last gradients were made outside of one (W).
+def reduce_gradients(stage: Decoder) -> None:
+    """What FSDP2 does in a last backward, when the last gradients were made outside of one (W). Copies of whole
+    parameters are summed at the end of the pass.
 
     FSDP2 has no call for this; the steps are those its own backward hooks take.
     """

@@ -4,6 +4,7 @@
     B   gradient of the output in, backward, gradient of the input out
     I   the same, weight gradients put off (deferred_weights.py)
     W   the weight gradients that I put off
+    F & B   of two micro-batches in one slot: one after the other, or in turns (turns.py)
 
 All micro-batches of an optimizer step go through one pass, so accumulation adds no bubble. The table is the one that
 is simulated, drawn and tested; it says what happens in which order, and waits follow from it (pipeline_messages.py).
@@ -27,9 +28,11 @@ from torch import Tensor
 
 from titan5d.config.pipeline_plan import PipelinePlan
 from titan5d.data.dataset import IGNORE, MicroBatch
+from titan5d.parallel.expert_dispatch import AllToAll
 from titan5d.parallel.pipeline import PipelineModel, sum_tied_gradients
 from titan5d.parallel.pipeline_data import before_backward, reduce_gradients
 from titan5d.parallel.pipeline_messages import Messages, PipelineGroups, connect, needed_messages
+from titan5d.parallel.turns import Turns
 from titan5d.schedules.check import check
 from titan5d.schedules.table import Action, Overlap, Schedule, Slot
 
@@ -72,6 +75,7 @@ class Pipeline:
         most_held: most (stage, micro-batch) whose activations, or what weight gradients need of them, were held at
             once in the last step.
         trace: if set, every slot of a training pass runs through it.
+        turns: in which the two micro-batches of an Overlap are computed, if `plan.overlaps_experts`.
     """
 
     def __init__(
@@ -92,6 +96,11 @@ class Pipeline:
         self.loss_rank = self.schedule.rank_of_stage[-1]
         self.most_held = 0
         self.trace: Trace | None = None
+        self.turns: Turns | None = None
+        if plan.overlaps_experts:
+            self.turns = Turns()
+            for exchange in _exchanges(model):
+                exchange.pause = self.turns.pause
         connect(groups, self.schedule, device)
 
     def step(
@@ -114,6 +123,8 @@ class Pipeline:
             self.trace.start_step()
         run.run(self.trace)
         self.most_held = run.most_held
+        for stage in self.model.stages.values():
+            stage.gradient_sum.finish()
         sum_tied_gradients(self.model, self.schedule, self.groups)
         return self._losses(run, micro_batches)
 
@@ -173,6 +184,13 @@ def forward_table(schedule: Schedule, microbatches: int) -> Schedule:
     return Schedule(schedule.name, microbatches, schedule.rank_of_stage, rows, forward_only=True)
 
 
+def _exchanges(model: PipelineModel) -> Iterator[AllToAll]:
+    for block in model.layers.values():
+        exchange = getattr(block.feed_forward, "exchange", None)
+        if isinstance(exchange, AllToAll):
+            yield exchange
+
+
 class _Pass:
     """One run through a table on this rank: what is held between its slots."""
 
@@ -191,13 +209,18 @@ class _Pass:
         self.pipeline, self.schedule = pipeline, schedule
         self.micro_batches, self.scaled, self.phases = micro_batches, scaled, phases
         self.rank = pipeline.groups.rank
-        self.messages = Messages(schedule, pipeline.groups, self._shape, pipeline.dtype, pipeline.device)
+        shapes = [_hidden_shape(pipeline, batch) for batch in micro_batches]
+        # not a method of the pass: in a circle its inputs would wait for the garbage collector
+        self.messages = Messages(
+            schedule, pipeline.groups, shapes.__getitem__, pipeline.dtype, pipeline.device
+        )
         self.local: dict[tuple[str, int, int], Tensor] = {}  # made and used by stages of this rank
         self.held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, micro-batch) -> input, output
         self.last_of_stage = {action.stage: action for action in schedule.actions(self.rank)}
         self.loss_sums: dict[int, Tensor] = {}
         self.row_sums: dict[int, Tensor] = {}
         self.most_held = 0
+        self.input_gradient: Tensor | None = None  # made, not yet handed over
 
     def run(self, trace: Trace | None) -> None:
         row = self.schedule.rows[self.rank]
@@ -229,14 +252,39 @@ class _Pass:
                 self._weight_gradients(slot) if slot.kind == "W" else self._backward(slot)
 
     def _overlap(self, slot: Overlap) -> None:
-        """A forward and a backward of two micro-batches in one slot. Their communication is to hide behind each
-        other's compute: what a block exchanges inside (all-to-all of experts) is where they can be interleaved. Here
-        they run one after the other, which computes the same."""
-        self._run_slot(slot.forward)
-        self._run_slot(slot.backward)
+        """A forward and a backward of two micro-batches in one slot, in turns that end where rows travel to experts and
+        back: their all-to-alls hide behind each other's compute.
+
+            forward    attention, router, send  .  .  .  .  .  .  .  .  experts, send back  .  .  .  .  .  .  combine
+            backward    .  .  .  .  .  .  .  .  combine, send gradient  .  .  .  .  .  .  experts, send back  .  .  .
+
+        Ranks that share experts have the same table and the same layers, hence the same turns, so they start their
+        collectives in one order. A layer that exchanges nothing has no pause; who has pauses left when the other has
+        ended goes on without. Messages leave in the order of the table, forward first: the receiver counts on it.
+
+        Two micro-batches in one stage (a table from a file may have that) run one after the other: FSDP2 gathers and
+        frees the weights of a block for one of them at a time.
+
+        Raises whatever either raises; `Turns.run` ends the other.
+        """
+        turns, stages = self.pipeline.turns, (slot.forward.stage, slot.backward.stage)
+        if turns is None or stages[0] == stages[1]:
+            self._run_slot(slot.forward)
+            self._run_slot(slot.backward)
+            return
+        turns.run(
+            partial(self._forward, slot.forward),
+            partial(self._differentiate, slot.backward),
+            around=(partial(self.phases, "forward"), partial(self.phases, "backward")),
+        )
+        self._hand_over_gradient(slot.backward)
 
     def _forward(self, action: Action) -> None:
         stage, _, index = action
+        if self.scaled is not None:
+            waiting = self.pipeline.model.weight_gradients
+            held = 1 + len(self.held) + (0 if waiting is None else len(waiting))
+            self.most_held = max(self.most_held, held)
         batch = self.micro_batches[index]
         if stage == 0:
             x = batch.tokens
@@ -253,10 +301,12 @@ class _Pass:
             self._hand_over(("F", stage, index), out.detach())
         if self.scaled is not None:
             self.held[stage, index] = (x, out)
-            waiting = self.pipeline.model.weight_gradients
-            self.most_held = max(self.most_held, len(self.held) + (0 if waiting is None else len(waiting)))
 
     def _backward(self, action: Action) -> None:
+        self._differentiate(action)
+        self._hand_over_gradient(action)
+
+    def _differentiate(self, action: Action) -> None:
         stage, kind, index = action
         x, out = self.held.pop((stage, index))
         grad = None if stage == self.schedule.n_stages - 1 else self.local.pop(("I", stage + 1, index))
@@ -268,7 +318,13 @@ class _Pass:
             torch.autograd.backward(out, grad)
         if stage > 0:
             assert x.grad is not None
-            self._hand_over(("I", stage, index), x.grad)
+            self.input_gradient = x.grad
+
+    def _hand_over_gradient(self, action: Action) -> None:
+        """Of the backward that was the last."""
+        gradient, self.input_gradient = self.input_gradient, None
+        if gradient is not None:
+            self._hand_over(("I", action.stage, action.microbatch), gradient)
 
     def _weight_gradients(self, action: Action) -> None:
         store = self.pipeline.model.weight_gradients
@@ -289,7 +345,8 @@ class _Pass:
         else:
             self.messages.send(made, tensor)
 
-    def _shape(self, index: int) -> tuple[int, ...]:
-        """(B, S / ranks that share a row, D) of the hidden states of a micro-batch between two stages."""
-        rows, seq_len = self.micro_batches[index].tokens.shape
-        return rows, seq_len // self.pipeline.sequence_ranks, self.pipeline.model.args.dim
+
+def _hidden_shape(pipeline: Pipeline, batch: StageInput) -> tuple[int, ...]:
+    """(B, S / ranks that share a row, D) of the hidden states of a micro-batch between two stages."""
+    rows, seq_len = batch.tokens.shape
+    return rows, seq_len // pipeline.sequence_ranks, pipeline.model.args.dim

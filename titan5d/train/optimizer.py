@@ -65,7 +65,9 @@ def build_optimizer(
     ]
     if config.name == "Muon":
         groups.append({"params": matrices, "weight_decay": config.weight_decay, "orthogonalize": True})
-    groups = [group for group in groups if group["params"]]  # a middle pipeline stage has no embedding
+    # torch's updates of many parameters at once take plain tensors or DTensors, not both: a router is a DTensor, while
+    # the rest may be whole. A middle pipeline stage has no embedding.
+    groups = [group | {"params": part} for group in groups for part in _kinds(group["params"]) if part]
 
     foreach = config.implementation == "foreach"
     fused = config.implementation == "fused"
@@ -92,6 +94,12 @@ def build_optimizer(
         foreach=foreach,
         fused=fused,
     )
+
+
+def _kinds(params: list[tuple[str, Tensor]]) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Plain tensors, DTensors."""
+    plain = [(name, param) for name, param in params if not isinstance(param, DTensor)]
+    return plain, [(name, param) for name, param in params if isinstance(param, DTensor)]
 
 
 def is_decayed(name: str, param: Tensor) -> bool:

@@ -68,7 +68,9 @@ class RunReport:
         self.steps_done = step
         self.summary = ClosingSummary()
         self.logger = MetricsLogger(self._writers(step + 1) if dist.get_rank() == 0 else [])
-        self.pipeline_trace: PipelineTrace | None = None  # measures every step, is written when a step is logged
+        self.pipeline_trace: PipelineTrace | None = (
+            None  # measures every step, is written when a step is logged
+        )
         self.samples: TextIO | None = None
         if config.debug.log_samples:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -173,7 +175,9 @@ class RunReport:
         values |= self._memory_of_the_fullest_rank()
         self.logger.log(step, values)
         if result.routing.load:
-            self.logger.heat_map(step, "moe/load (layers x experts, white = 2 even shares)", result.routing.load)
+            self.logger.heat_map(
+                step, "moe/load (layers x experts, white = 2 even shares)", result.routing.load
+            )
 
     def _memory_of_the_fullest_rank(self) -> dict[str, float | int]:
         mine = self.memory.snapshot().metrics()

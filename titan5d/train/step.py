@@ -109,11 +109,14 @@ def accumulate(
     """Forward and backward, one micro-batch after the other: (sum of token losses; by row, (rows,))."""
     loss_sum, row_sums = torch.zeros((), device=device), []
     for index, batch in enumerate(micro_batches):
-        before_microbatch(model, zero_stage, last=index == len(micro_batches) - 1)
+        last = index == len(micro_batches) - 1
+        before_microbatch(model, zero_stage, last)
         with phases("forward"):
             part, rows = forward(model, batch, device)
         with phases("backward"):
             normalized(part, valid).backward()
+            if last:
+                model.gradient_sum.finish()
         loss_sum += part.detach()
         row_sums.append(rows)
     return loss_sum, torch.cat(row_sums)

@@ -82,9 +82,7 @@ class Trainer:
         self.report = RunReport(config, args, layout, self.meshes, device, self.step)
         self.phases = self.report.phases
         self.phases.traced = config.profiling.enable_profiling
-        self.profiler = Profiler(
-            config.profiling, self.report.folder, device, dist.get_rank(), self.step
-        )
+        self.profiler = Profiler(config.profiling, self.report.folder, device, dist.get_rank(), self.step)
         self.audit = GradientAudit(self.model, self.meshes) if config.debug.audit_gradients else None
         self.report.tokens_seen = int(start.run.get("tokens_seen", 0))
         self.report.skipped_steps = int(start.run.get("skipped_steps", 0))
@@ -174,7 +172,9 @@ class Trainer:
         return TIME_IS_UP if limit and time.monotonic() - self.started >= limit else signals.asked
 
     def _stopped(self, stop: int) -> int:
-        why = f"job.max_minutes = {self.config.job.max_minutes:g}" if stop == TIME_IS_UP else signal_name(stop)
+        why = (
+            f"job.max_minutes = {self.config.job.max_minutes:g}" if stop == TIME_IS_UP else signal_name(stop)
+        )
         done = f"{why}: stopped after step {self.step} of {self.config.training.steps}"
         if self.checkpoints.saved_step == self.step:
             log.info("%s; it is saved, and the same command goes on from there", done)

@@ -89,6 +89,9 @@ def _with_degrees(config: Config, cuts: Cuts) -> Config:
     )
     par.tensor_parallel_degree, par.context_parallel_degree = topology.tp, topology.cp
     par.pipeline_parallel_degree, par.expert_parallel_degree = topology.pp, topology.ep
+    par.expert_tensor_parallel_degree = topology.etp
+    if topology.pp == 1 or topology.expert_ranks == 1:  # of several layouts: where there is nothing to overlap
+        par.pipeline_parallel_expert_parallel_overlap = False
     if cuts.zero_stage is not None:
         par.zero_stage = cuts.zero_stage
         par.fsdp_reshard_after_forward = "default"

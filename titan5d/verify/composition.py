@@ -59,6 +59,12 @@ def _schedule(name: str) -> Line:
     return _dense(f"`pipeline_parallel_schedule = {name}`", "--parallelism.pipeline_parallel_schedule", name)
 
 
+def _overlapped(name: str, *words: str) -> Line:
+    overlap = "--parallelism.pipeline_parallel_expert_parallel_overlap=true"
+    degrees = "--parallelism.pipeline_parallel_degree=2", "--parallelism.expert_parallel_degree=2"
+    return _experts(name, overlap, "--parallelism.pipeline_parallel_schedule=DualPipeV", *degrees, *words)
+
+
 SECTIONS = (
     Section(
         "Cuts with cuts",
@@ -69,8 +75,8 @@ SECTIONS = (
     ),
     Section(
         "Experts with cuts",
-        "`ep2`: the experts are shared by two of the ranks that are there anyway.",
-        f"{WITH_EXPERTS}, dp4pp2ep2, dp2tp2cp2pp2ep4",
+        "`ep2`: the experts are shared by two of the ranks that are there anyway; `etp2`: the width of each is.",
+        f"{WITH_EXPERTS}, dp4ep2etp2, tp2etp2, dp4pp2ep2, dp2tp2cp2pp2ep4",
         (
             _experts("softmax scores, losses of balance"),
             Line("DeepSeek-V3: latent attention, shared experts, groups, bias", LATENT),
@@ -153,6 +159,15 @@ SECTIONS = (
             ),
             _experts("`capacity_factor = 0.75`", "--moe.capacity_factor", "0.75"),
             _experts("`score_before_w2 = true`", "--moe.score_before_w2", "true"),
+        ),
+    ),
+    Section(
+        "Two micro-batches at once",
+        "`pipeline_parallel_expert_parallel_overlap` (docs/pipeline_parallel.md).",
+        "dp2pp2ep2, tp2pp2ep2, cp2pp2ep2, dp4pp2ep2etp2",
+        (
+            _overlapped("DualPipeV"),
+            _overlapped("`activation_checkpoint.mode = full`", "--activation_checkpoint.mode=full"),
         ),
     ),
     Section(

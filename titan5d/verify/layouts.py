@@ -4,6 +4,7 @@
     r2dp2      2 replicas of 2 sharding ranks (HSDP); hsdp2x2 means the same; r2 alone: replicas only
     tp2 cp2 pp2    tensor, context and pipeline ranks
     ep2        the experts are shared by 2 of the dp x cp x tp ranks: no ranks of its own
+    etp2       each expert is cut in 2 slices, held by 2 of those ranks: dp4ep2etp2
     z1 z2 z3   the ZeRO stage, instead of the config's; z0 = everything on every rank
     one        a single process, executed as the config says
 
@@ -26,11 +27,11 @@ MAX_RANKS = 16
 """Processes that one layout may have: each holds torch in memory, and all share the cores of one machine."""
 GRAMMAR = (
     "a layout is written as dp2 (sharding data ranks), r2dp2 or hsdp2x2 (replicas x sharding ranks), tp2, cp2, pp2,"
-    " ep2, and z0 to z3 for the ZeRO stage, one after the other: dp2tp2, r2dp2cp2z3, dp4ep2; `one` = one process;"
+    " ep2, etp2, and z0 to z3 for the ZeRO stage, one after the other: dp2tp2, r2dp2cp2z3, dp4ep2; `one` = one process;"
     " commas between layouts"
 )
-_AXES = {"r": "dp_replicate", "dp": "dp_shard", "tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
-_PIECE = re.compile(r"hsdp(?P<replicas>\d+)x(?P<shards>\d+)|(?P<kind>dp|tp|cp|pp|ep|r|z)(?P<degree>\d+)")
+_AXES = {"r": "dp_replicate", "dp": "dp_shard", "tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "etp": "etp"}
+_PIECE = re.compile(r"hsdp(?P<replicas>\d+)x(?P<shards>\d+)|(?P<kind>dp|tp|cp|pp|ep|etp|r|z)(?P<degree>\d+)")
 
 
 class LayoutError(ValueError):
@@ -109,6 +110,9 @@ def all_pairs(has_experts: bool) -> list[Cuts]:
             Topology(tp=2, ep=2),
             Topology(cp=2, ep=2),
             Topology(pp=2, dp_shard=2, ep=2),
+            Topology(dp_shard=2, etp=2),
+            Topology(dp_shard=4, ep=2, etp=2),
+            Topology(tp=2, etp=2),
         ]
     return [Cuts(topology) for topology in layouts]
 
@@ -127,7 +131,8 @@ def of_world(ranks: int, n_experts: int) -> list[Cuts]:
         replicas, shards, tp, cp, pp = degrees
         sharing = shards * cp * tp
         for ep in _divisors(sharing) if n_experts else (1,):
-            found.append(Cuts(Topology(replicas, shards, cp, tp, pp, ep)))
+            for etp in _divisors(sharing // ep) if n_experts else (1,):
+                found.append(Cuts(Topology(replicas, shards, cp, tp, pp, ep, etp)))
     return found
 
 

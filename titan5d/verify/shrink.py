@@ -163,9 +163,12 @@ def _cut(small: Config, own: Topology, keeps_stages: bool, notes: list[str]) -> 
     """The file's own layout with 2 ranks where it has more, 4 where 2 would take a kind of sharding away."""
     cut = replace(
         own,
-        **{axis: min(getattr(own, axis), 2) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "ep")},
+        **{axis: min(getattr(own, axis), 2) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")},
         pp=own.pp if keeps_stages else min(own.pp, 2),
     )
+    if cut.expert_ranks > cut.dp_shard * cut.cp * cut.tp:  # 2 x 2, of 2 ranks
+        axis = next(axis for axis in ("dp_shard", "cp", "tp") if getattr(own, axis) > 2)
+        cut = replace(cut, **{axis: 4})
     par = small.parallelism
     if par.zero_reshard_degree is not None:
         notes.append(f"zero_reshard_degree {par.zero_reshard_degree} -> 2 of 4 sharding ranks")
@@ -173,11 +176,11 @@ def _cut(small: Config, own: Topology, keeps_stages: bool, notes: list[str]) -> 
     if (
         own.efsdp > 1
         and cut.efsdp == 1
-        and cut.ep > 1
+        and cut.expert_ranks > 1
         and 2 * cut.world_size <= MAX_RANKS
-        and own.dp_shard >= 4
+        and own.dp_shard >= 2 * cut.dp_shard > 2
     ):
-        cut = replace(cut, dp_shard=4)  # so that experts are shared and sharded
+        cut = replace(cut, dp_shard=2 * cut.dp_shard)  # so that experts are shared and sharded
     for axis in ("dp_replicate", "cp", "pp"):
         if cut.world_size > MAX_RANKS:
             notes.append(f"{axis} {getattr(cut, axis)} -> 1: verify runs at most {MAX_RANKS} ranks")
@@ -199,7 +202,10 @@ def _batch(small: Config, plan: PipelinePlan | None, layouts: Sequence[Cuts], no
     if size > 1:  # rows of a pipeline's micro-batch divide local_batch_size
         par.pipeline_parallel_microbatch_size = 1 if size < training.local_batch_size else local
     step = local * lcm(*(cuts.topology.dp for cuts in layouts))
-    rows = step * max(2, -(-8 // step))
+    least = 2
+    if par.pipeline_parallel_expert_parallel_overlap:  # fills the V, so that slots hold two micro-batches
+        least = 2 * max(cuts.topology.pp for cuts in layouts)
+    rows = step * max(least, -(-8 // step))
     if plan is not None and par.pipeline_parallel_schedule_csv:
         local = par.pipeline_parallel_microbatch_size = plan.microbatch_size
         piped = [cuts.topology.dp for cuts in layouts if cuts.topology.pp == plan.schedule.n_ranks]
@@ -223,6 +229,7 @@ def _model(
     ulysses = context_method(small) == "ulysses"
     head_ranks = lcm(*(cuts.topology.tp * (cuts.topology.cp if ulysses else 1) for cuts in layouts))
     expert_ranks = lcm(*(cuts.topology.ep for cuts in layouts))
+    slices = lcm(*(cuts.topology.etp for cuts in layouts))
     par = small.parallelism
     ends = par.pipeline_parallel_first_stage_less_layers, par.pipeline_parallel_last_stage_less_layers
     chunks = catalog.default_chunks(par.pipeline_parallel_schedule)
@@ -233,7 +240,7 @@ def _model(
         return not any(stages.problems(cut, layers) for cut in cuts)
 
     kept = args.n_layers if keeps_stages else None
-    sizes = small_sizes(args, kept, head_ranks, expert_ranks, fits)
+    sizes = small_sizes(args, kept, head_ranks, expert_ranks, slices, fits)
     for name, size in sizes.items():
         setattr(small.model, name, size)
     changed = ", ".join(f"{name} {getattr(args, name)} -> {size}" for name, size in sizes.items())

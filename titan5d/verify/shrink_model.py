@@ -24,13 +24,18 @@ Q_RANK = 40
 
 
 def small_sizes(
-    args: ModelArgs, n_layers: int | None, head_ranks: int, expert_ranks: int, fits: Callable[[int], bool]
+    args: ModelArgs,
+    n_layers: int | None,
+    head_ranks: int,
+    expert_ranks: int,
+    slices: int,
+    fits: Callable[[int], bool],
 ) -> dict[str, int]:
     """Sizes of the small model by their key in [model].
 
     Args:
         n_layers: given where stages are written out layer by layer; None = as few as there may be.
-        head_ranks, expert_ranks: the most ranks that share the heads and the experts.
+        head_ranks, expert_ranks, slices: the most ranks that share the heads, the experts, and one expert.
         fits: whether so many layers can be cut into the stages of the layouts.
     """
     sizes = {"vocab_size": min(args.vocab_size, VOCAB + args.vocab_size % 16), "ffn_dim": FFN}
@@ -38,7 +43,7 @@ def small_sizes(
     dense = 0
     if args.n_experts:
         dense = min(args.n_dense_layers, 1)
-        sizes |= _experts(args, expert_ranks) | {"n_dense_layers": dense}
+        sizes |= _experts(args, expert_ranks, slices) | {"n_dense_layers": dense}
     if n_layers is None:
         least = dense + (2 if args.n_layers - args.n_dense_layers > 1 else 1)
         n_layers = next(n for n in count(min(least, args.n_layers)) if fits(n) or n >= args.n_layers)
@@ -68,7 +73,7 @@ def _latent(args: ModelArgs) -> dict[str, int]:
     return LATENT | ranks | {"n_heads": heads, "n_kv_heads": heads, "head_dim": wide, "dim": 64}
 
 
-def _experts(args: ModelArgs, ranks: int) -> dict[str, int]:
+def _experts(args: ModelArgs, ranks: int, slices: int) -> dict[str, int]:
     experts = args.n_experts if args.n_experts <= MOST_EXPERTS else max(MOST_EXPERTS, ranks)
     groups, limit = args.n_expert_groups, args.n_limited_groups
     if experts != args.n_experts:
@@ -78,7 +83,7 @@ def _experts(args: ModelArgs, ranks: int) -> dict[str, int]:
     return {
         "n_experts": experts,
         "top_k": min(args.top_k, max(1, experts // 4)),
-        "moe_ffn_dim": min(args.moe_ffn_dim, EXPERT_FFN),
+        "moe_ffn_dim": min(args.moe_ffn_dim, -(-EXPERT_FFN // (2 * slices)) * 2 * slices),
         "n_shared_experts": min(args.n_shared_experts, 2),
         "n_expert_groups": groups,
         "n_limited_groups": limit,
