@@ -128,6 +128,13 @@ LAYOUTS = {
         "training.global_batch_size 16",
         "activation_checkpoint.mode full",
     ),
+    "experts x slices, selective recompute": experts(
+        4,
+        f"{PAR}.expert_parallel_degree 2",
+        f"{PAR}.expert_tensor_parallel_degree 2",
+        "training.global_batch_size 8",
+        "activation_checkpoint.mode selective",
+    ),
     "experts x TP": experts(
         2,
         f"{PAR}.expert_parallel_degree 2",

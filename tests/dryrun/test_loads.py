@@ -19,3 +19,7 @@ def test_every_row_goes_somewhere(rows: int, imbalance: float) -> None:
 def test_the_own_share_stands_at_the_own_place() -> None:
     assert AssumedLoads(2, 4, 2.0)(None, 16) == [[3, 3, 8, 2], [8, 8, 8, 8]]
     assert AssumedLoads(0, 1, 1.0)(None, 7) == [[7], [7]]
+
+
+def test_every_slice_of_an_expert_gets_its_rows() -> None:
+    assert AssumedLoads(1, 2, 1.0, slices=2)(None, 7) == [[3, 4, 3, 4], [4, 4, 4, 4]]

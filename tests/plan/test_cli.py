@@ -75,6 +75,8 @@ def test_what_does_not_fit_is_1_and_comes_with_changes(capsys: pytest.CaptureFix
         ([*LLAMA_70B, "--assume", "gem=0.5"], ["--assume gem=0.5", "gemm", "allocator"]),
         ([*LLAMA_70B, "--assume", "gemm=5"], ["gemm lies between 0.01 and 1"]),
         ([*LLAMA_70B, "--write", "x.toml"], ["--write belongs to --search"]),
+        ([*LLAMA_70B, "--hsdp-nodes", "2-4", "--fill", "0.5"], ["--hsdp-nodes belongs", "--fill belongs"]),
+        (["--config", "llama70b", "--gpu", "H100 SXM"], ["did you mean h100-80g or h100-96g"]),
         ([*LLAMA_70B, "--family", "llama3"], ["--family belongs to --model"]),
         ([*LLAMA_70B, "--model", "8B"], ["keep one of them"]),
         (["--model", "8B", "--gpus", "8", "--gpu", "h200"], ["--seq", "--global-batch"]),
@@ -127,3 +129,18 @@ def test_a_search_writes_a_config_that_is_planned_the_same(
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LLAMA_70B, "--html", str(tmp_path / "none" / "x.html")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_nodes_that_are_not_full_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA_70B, "--nodes-of", "7"]) == 0
+    assert "37 nodes of 7, the last with 4" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = [sys.executable, "-m", "titan5d", "plan", "--config", "llama405b", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1 and said == b""

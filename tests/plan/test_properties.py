@@ -10,7 +10,7 @@ import pytest
 
 from tests.plan.planning import case_with, config_with, machine_of, planned
 from titan5d.models.args import count_parameters
-from titan5d.plan.activations import block_bytes
+from titan5d.plan.activations import block_bytes, kept_by_layer
 from titan5d.plan.compute import Computer, attention_shapes, block_time
 from titan5d.plan.memory import layer_activation_bytes
 from titan5d.plan.network import Group
@@ -195,6 +195,19 @@ def test_expert_ranks_hold_fewer_experts_and_as_many_rows() -> None:
     assert not rank_parts(one.case, 0).experts
     assert one.fullest.lines["activations"] == pytest.approx(eight.fullest.lines["activations"])
     assert {sent.axis for sent in eight.time.traffic} == {"dp_shard", "efsdp", "ep", "dp"}
+
+
+def test_slices_of_experts_hold_as_much_and_are_sent_more() -> None:
+    keys = MOE | {"parallelism.expert_parallel_degree": 8}
+    whole, halves = (
+        planned("h100-80g", 64, keys | {"parallelism.expert_tensor_parallel_degree": slices}) for slices in (1, 2)
+    )
+    assert sum(rank_parts(halves.case, 0).experts) * 16 == 48 * 3 * 128 * 768 * 2048
+    assert halves.fullest.lines["weights"] == whole.fullest.lines["weights"]  # sharded over all ranks either way
+    rows = {sent.axis: sent for sent in (*whole.time.traffic, *halves.time.traffic) if "rows" in sent.what}
+    assert rows["ep"].size / (1 - 1 / 8) * 2 == pytest.approx(rows["ep_etp"].size / (1 - 1 / 16))
+    one_more_of_each_row = 8 * whole.case.tokens * 2048 * 2
+    assert kept_by_layer(halves.case, True) - kept_by_layer(whole.case, True) == pytest.approx(one_more_of_each_row)
 
 
 def test_gpipe_holds_every_micro_batch() -> None:

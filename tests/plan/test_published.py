@@ -119,12 +119,28 @@ def test_speed_within_a_tenth(row: Row) -> None:
     assert value(planned(gpu, gpus, keys), name) == pytest.approx(measured, rel=WITHIN)
 
 
+TOKENS_8B, VOCABULARY = 2 * 8192, 128256
+
+
+def eager_loss(found: Prediction) -> float:
+    """Bytes that the published eager run held at its loss, and this package does not: torch's cross-entropy on fp32
+    logits has at the start of backward the log-softmax, its gradient and the gradient of the logits at once, three
+    times (T, V) in fp32. Here one is worked on in place, beside a bf16 copy and the head's gradient."""
+    theirs = 3 * 4 * TOKENS_8B * VOCABULARY
+    here = (
+        found.fullest.lines["logits and loss"] - 2 * 2 * TOKENS_8B * 4096
+    )  # without the hidden states' gradients
+    return (theirs - here) * (1 + found.machine.assumptions.allocator)
+
+
 @pytest.mark.parametrize(
     ("gpus", "measured", "compiled"), [(8, 82.4, False), (8, 77.0, True), (128, 62.0, True)]
 )
 def test_memory_of_the_fsdp_rows_within_a_tenth(gpus: int, measured: float, compiled: bool) -> None:
     found = planned("h100-96g", gpus, LLAMA_8B | {"compile.enable": compiled})
-    assert found.fullest.reserved / GIB == pytest.approx(measured, rel=WITHIN)
+    assert found.fullest.moment == "loss"
+    more = 0.0 if compiled else eager_loss(found)  # compiled with the model, the loss is fused
+    assert (found.fullest.reserved + more) / GIB == pytest.approx(measured, rel=0.05)
 
 
 def zb_h2(p: int, m: int) -> Schedule:
@@ -178,6 +194,11 @@ def test_zero_bubble_rows_and_their_order(tmp_path: Path) -> None:
 
 def test_zero_bubble_rows_differ_in_memory_as_published(tmp_path: Path) -> None:
     rows = zero_bubble_rows(tmp_path)
-    memory = {name: found.fullest.total for name, (found, _) in rows.items()}
+    # gradients are left out: those codes add W's to fp32 sums where they are made, here they wait for the next backward
+    memory = {
+        name: one.total - one.lines["gradients"]
+        for name, (found, _) in rows.items()
+        for one in [found.fullest]
+    }
     assert memory["ZB-2p"] > memory["1F1B-I"] > memory["1F1B"]
     assert memory["ZB-1p"] == pytest.approx(memory["1F1B"], rel=0.05)  # 44 and 43 GB

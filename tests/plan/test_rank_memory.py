@@ -61,7 +61,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def planned_bytes(case: Case, rank: int) -> tuple[float, float, float]:
-    state = rank_state(planned(case), rank_parts(planned(case), rank))
+    state = rank_state(planned(case), rank_parts(planned(case), rank), rank)
     return state.weights, state.gradients, state.optimizer
 
 
@@ -72,6 +72,7 @@ def planned(case: Case) -> Any:
     keys |= {
         "parallelism.tensor_parallel_degree": topology.tp,
         "parallelism.expert_parallel_degree": topology.ep,
+        "parallelism.expert_tensor_parallel_degree": topology.etp,
         "parallelism.pipeline_parallel_degree": topology.pp,
         "parallelism.zero_stage": case.stage,
         "training.seq_len": case.seq_len,
@@ -93,6 +94,10 @@ CASES: dict[str, tuple[Case, list[float]]] = {
     # of 526,912 parameters routers (4 x 8 x 64) are whole on all
     "experts, EP4": (
         Case(Topology(dp_shard=4, ep=4), args=TINY_M),
+        [16 * ((526_912 - 2_048) / 4 + 2_048)] * 4,
+    ),
+    "experts, EP2 x 2 slices": (
+        Case(Topology(dp_shard=4, ep=2, etp=2), args=TINY_M),
         [16 * ((526_912 - 2_048) / 4 + 2_048)] * 4,
     ),
 }

@@ -98,6 +98,23 @@ def test_a_search_keeps_what_is_learned() -> None:
         search(base(batch=-1), machine_of("h200", 8), Priors(max_tp=8))
 
 
+def test_the_bound_on_memory_leaves_out_nothing() -> None:
+    """Of alike ranks one is computed, and no rank beyond what is too much: what fits is as full as all ranks say."""
+    machine = machine_of("h100-80g", 64)
+    result = search(base("30B-A3B", family="qwen3", batch=128), machine, Priors(max_tp=8, pp_from=0), top=1)
+    for one in result.fitting[::25]:
+        assert one.memory == pytest.approx(predict(one.case, machine).fullest.total, rel=1e-12)
+    assert {one.case.topology.pp for one in result.fitting} > {1, 2}
+
+
+def test_a_thousand_gpus_take_seconds_for_experts_too() -> None:
+    start = time.process_time()
+    config = base("671B", seq=4096, batch=15360, family="deepseek_v3")
+    result = search(config, machine_of("h100-80g", 1024), Priors(max_tp=8))
+    assert time.process_time() - start < 10
+    assert result.tried > 10_000 and result.best[0][0].topology.ep > 1
+
+
 def test_a_thousand_gpus_take_seconds() -> None:
     start = time.process_time()
     config = base("405B", batch=2048)

@@ -39,9 +39,11 @@ def main(argv: Sequence[str]) -> int:
         asked = load_config(rest, remarks)
         device = options.device or ("cpu" if asked.training.device == "cpu" else "cuda")
         args = model_args(asked.model, asked.moe, asked.debug.moe_force_load_balance)
+        if options.world < 1:
+            raise ConfigError([f"--world {options.world}: a run has at least 1 rank"])
         layout = check(asked, args, options.world)
         problems = device_problems(asked, layout.topology, device, min(RANKS_PER_NODE, options.world))
-        problems += _option_problems(options, asked, layout)
+        problems += _option_problems(options, asked, layout, args.n_experts > 0)
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
@@ -86,7 +88,9 @@ def traceable(config: Config) -> Config:
     )
 
 
-def _option_problems(options: argparse.Namespace, config: Config, layout: Layout) -> list[str]:
+def _option_problems(
+    options: argparse.Namespace, config: Config, layout: Layout, has_experts: bool
+) -> list[str]:
     problems = []
     if not 0 <= options.rank < options.world:
         problems.append(
@@ -96,7 +100,9 @@ def _option_problems(options: argparse.Namespace, config: Config, layout: Layout
         problems.append(
             f"--imbalance {options.imbalance:g}: load of the fullest rank, 1 = its even share, or more"
         )
-    if options.imbalance > layout.topology.ep:
+    if options.imbalance > 1 and not has_experts:
+        problems.append(f"--imbalance {options.imbalance:g}: the model has no experts; leave it out")
+    elif options.imbalance > layout.topology.ep:
         problems.append(
             f"--imbalance {options.imbalance:g}: a rank has at most all rows, {layout.topology.ep} x its even share"
             f" with expert_parallel_degree = {layout.topology.ep}"

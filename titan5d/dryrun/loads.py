@@ -26,13 +26,18 @@ def assumed_counts(n_rows: int, ranks: int, imbalance: float) -> list[list[int]]
 
 
 class AssumedLoads:
-    """Stands for reading the counts off the device (AllToAll.read_counts)."""
+    """Stands for reading the counts off the device (AllToAll.read_counts).
 
-    def __init__(self, rank: int, ranks: int, imbalance: float) -> None:
-        self.rank, self.ranks, self.imbalance = rank, ranks, imbalance
+    Args:
+        rank: of `ranks` that share the experts, in each of `slices` groups that hold a slice of them.
+    """
+
+    def __init__(self, rank: int, ranks: int, imbalance: float, slices: int = 1) -> None:
+        self.rank, self.ranks, self.imbalance, self.slices = rank, ranks, imbalance, slices
 
     def __call__(self, counts: object, n_rows: int) -> list[list[int]]:
-        return [_moved(rows, self.rank) for rows in assumed_counts(n_rows, self.ranks, self.imbalance)]
+        found = assumed_counts(n_rows, self.ranks, self.imbalance)
+        return [_moved(rows, self.rank) * self.slices for rows in found]
 
 
 def _moved(rows: list[int], rank: int) -> list[int]:
@@ -44,5 +49,6 @@ def assume_loads(model: Decoder, imbalance: float) -> None:
     """Every exchange of `model` takes the assumed counts for the true ones."""
     for module in model.modules():
         if isinstance(module, MoE) and isinstance(module.exchange, AllToAll):
-            group = module.exchange.group
-            module.exchange.read_counts = AssumedLoads(group.rank(), group.size(), imbalance)
+            group, slices = module.exchange.group, module.exchange.slices
+            ranks = group.size() // slices
+            module.exchange.read_counts = AssumedLoads(group.rank() % ranks, ranks, imbalance, slices)

@@ -142,5 +142,5 @@ class TimedLedger(MemoryLedger):
         if self.peak is not before:
             self.peak_moment = self.moments.now
         moment, total = self.moments.coarse, sum(self._sums.values())
-        if total > self._fullest.get(moment, 0):
+        if total >= self._fullest.get(moment, 1):
             self._fullest[moment], self.timeline[moment] = total, MemoryUse(**self._sums)

@@ -6,7 +6,8 @@ The forms of one device are in memory.py (`layer_activation_bytes`); here they a
     tensor            everything between the products / t
     + sequence        the residual stream / t too, so all of it; without it the stream is whole on each rank
     inputs kept       tensor_parallel_regather_input = false: the gathered inputs of q, k, v and of gate, up stay whole
-    experts           rows of k experts a token, whichever rank they came from: ep changes nothing with even load
+    experts           rows of k experts a token, whichever rank they came from: ep changes nothing with even load;
+                      etp slices: etp times as many rows arrive, each of 1/etp the hidden width
 
 Proven piece by piece: tests/parallel/test_recompute.py, test_tensor_memory.py; together: tests/plan/.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from titan5d.models.args import ModelArgs
 from titan5d.plan.case import Case
-from titan5d.plan.memory import layer_activation_bytes
+from titan5d.plan.memory import latent_elements, layer_activation_bytes, router_bytes
 
 
 def block_bytes(case: Case, with_experts: bool, mode: str, imbalance: float = 1.0) -> float:
@@ -29,19 +30,25 @@ def block_bytes(case: Case, with_experts: bool, mode: str, imbalance: float = 1.
     if mode != "full":
         kept += tokens * _copied_heads(case, mode)
         kept += tokens * _kept_inputs(case, args)
-    if with_experts and mode != "full" and imbalance > 1:
-        kept += (imbalance - 1) * tokens * _row_bytes(args, case.element, mode) / tp
+    if with_experts and mode != "full":
+        # of every row what arrives (none), or what the expert makes of it (selective), once more for each further slice
+        copies = (case.topology.etp - 1) * args.top_k * args.dim * case.element
+        kept += tokens * copies / tp
+        if imbalance > 1:
+            kept += (imbalance - 1) * tokens * (row_bytes(args, case.element, mode) + copies) / tp
     return kept
 
 
 def stream_bytes(args: ModelArgs, element: int, mode: str) -> float:
-    """Of `layer_activation_bytes` the part in the residual stream, a token: inputs and outputs of the norms and their
-    fp32 scales; or, selective, the block's input and attention's output."""
+    """Of `layer_activation_bytes` the part of the tokens a rank has of the residual stream, a token: inputs and outputs
+    of the norms and their fp32 scales, or, selective, the block's input and attention's output; latent vectors and
+    the router's part, which tensor ranks make of their own tokens."""
     if mode == "full":
         return args.dim * element
+    own = latent_elements(args, mode) * element + router_bytes(args, element, mode)
     if mode == "selective":
-        return 2 * args.dim * element
-    return 4 * args.dim * element + 8
+        return 2 * args.dim * element + own
+    return 4 * args.dim * element + 8 + own
 
 
 def working_set(case: Case, with_experts: bool, imbalance: float = 1.0) -> float:
@@ -53,6 +60,17 @@ def working_set(case: Case, with_experts: bool, imbalance: float = 1.0) -> float
         # what the second forward gathers stays until the block's backward is over
         whole += case.tokens * 4 * case.args.dim * (1 - 1 / case.topology.tp) * case.element / 2
     return max(0.0, whole - block_bytes(case, with_experts, case.recompute.mode, imbalance))
+
+
+def made_by_experts(case: Case, imbalance: float = 1.0) -> float:
+    """Of `working_set` of a block with experts what the experts make: gate, up, product and output of their rows, or
+    with selective the product."""
+    if case.recompute.mode == "none" or not case.recompute.share:
+        return 0.0
+    args, again = case.expert_args, float(case.expert_args.moe_ffn_dim)
+    if case.recompute.mode == "full":
+        again = 3 * again + (0 if args.balance.score_before_w2 else args.dim)
+    return imbalance * case.tokens / case.topology.tp * args.top_k * again * case.element
 
 
 def kept_by_layer(case: Case, with_experts: bool, imbalance: float = 1.0) -> float:
@@ -67,13 +85,19 @@ def weight_gradient_bytes(case: Case, with_experts: bool) -> float:
     linear layers (routers and experts make theirs in I). Closed form: of each product Y = X W^T, X and dY."""
     args, tp = case.args, case.topology.tp
     heads, kv = args.n_heads * args.head_dim / tp, max(args.n_kv_heads / tp, 1) * args.head_dim
-    if args.kv_lora_rank:
-        kv = heads  # keys and values of each head, made from the latent vector
+    made, inputs = (
+        2 * heads + 2 * kv,
+        args.dim,
+    )  # dq, dk, dv and what the last product reads; the columns' input
+    if args.kv_lora_rank:  # the way down to the latent vectors is not put off
+        made = heads + args.n_heads * (args.qk_nope_head_dim + 2 * args.v_head_dim) / tp
+        inputs = (args.q_lora_rank or args.dim) + args.kv_lora_rank
     wide = args.n_shared_experts * args.moe_ffn_dim if with_experts else args.ffn_dim
-    pieces = 2 * args.dim if wide else args.dim  # inputs of the columns, gathered again in W
-    elements = case.tokens * (2 * heads + 2 * kv + 3 * wide / tp)
-    elements += (case.stream_tokens if case.regather_input else case.tokens) * pieces
-    elements += case.stream_tokens * pieces  # gradients of the rows' outputs, gathered again in W
+    feed_forward = args.dim if wide else 0
+    elements = case.tokens * (made + 3 * wide / tp)
+    # inputs of the columns, and gradients of the rows' outputs, are gathered again in W
+    elements += (case.stream_tokens if case.regather_input else case.tokens) * (inputs + feed_forward)
+    elements += case.stream_tokens * (args.dim + feed_forward)
     return elements * case.element
 
 
@@ -95,13 +119,10 @@ def context_buffers(case: Case) -> float:
     return 2 * (2 * q + kv) * case.element
 
 
-def backward_gradients(case: Case, with_experts: bool, imbalance: float = 1.0) -> float:
-    """Gradients of activations inside a block at its fullest: gate's and up's, when the product they make is gone."""
-    args = case.args
-    wide = float(args.ffn_dim)
-    if with_experts:
-        wide = args.n_shared_experts * args.moe_ffn_dim + imbalance * args.top_k * args.moe_ffn_dim
-    return 2 * case.tokens * wide / case.topology.tp * case.element
+def backward_gradients(case: Case) -> float:
+    """Gradients of activations inside a dense block at its fullest: gate's and up's, when the product they make is
+    gone."""
+    return 2 * case.tokens * case.args.ffn_dim / case.topology.tp * case.element
 
 
 def rope_tables(case: Case) -> float:
@@ -110,11 +131,12 @@ def rope_tables(case: Case) -> float:
     return 2 * case.tokens * (args.qk_rope_head_dim or args.head_dim) * 4
 
 
-def _row_bytes(args: ModelArgs, element: int, mode: str) -> float:
+def row_bytes(args: ModelArgs, element: int, mode: str) -> float:
     """Bytes a token of the rows of its experts, inside `layer_activation_bytes`."""
     if mode == "selective":
         return args.top_k * (2 * args.moe_ffn_dim + args.dim) * element
-    return args.top_k * (3 * args.moe_ffn_dim + 2 * args.dim) * element
+    kept = 1 if args.balance.score_before_w2 else 2
+    return args.top_k * (3 * args.moe_ffn_dim + kept * args.dim) * element
 
 
 def _copied_heads(case: Case, mode: str) -> float:
@@ -130,5 +152,8 @@ def _kept_inputs(case: Case, args: ModelArgs) -> float:
     tp = case.topology.tp
     if tp == 1 or not case.sequence_parallel or case.regather_input:
         return 0.0
-    gathers = 1 if args.n_experts and not args.n_shared_experts else 2
-    return gathers * args.dim * (1 - 1 / tp) * case.element
+    attention = args.dim
+    if args.kv_lora_rank:
+        attention = (args.q_lora_rank or args.dim) + args.kv_lora_rank
+    feed_forward = 0 if args.n_experts and not args.n_shared_experts else args.dim
+    return (attention + feed_forward) * (1 - 1 / tp) * case.element

@@ -79,6 +79,7 @@ def possible_changes(config: Config, now: Prediction) -> list[Change]:
         ("context_parallel_degree", topology.cp),
         ("pipeline_parallel_degree", topology.pp),
         ("expert_parallel_degree", topology.ep),
+        ("expert_tensor_parallel_degree", topology.etp),
     ):
         changes += [(par + name, degree * factor) for factor in (2, 4, 8)]
     if topology.tp > 1 and not config.parallelism.tensor_parallel_regather_input:
@@ -96,7 +97,7 @@ def changed(config: Config, changes: tuple[Change, ...], global_batch: int) -> C
     for key, value in changes:
         section, _, name = key.partition(".")
         setattr(getattr(copy, section), name, value)
-        if name.endswith("_parallel_degree") and name != "expert_parallel_degree":
+        if name.endswith("_parallel_degree") and not name.startswith("expert_"):  # those take no ranks
             copy.parallelism.data_parallel_shard_degree = -1
     copy.training.global_batch_size = global_batch
     return copy

@@ -48,7 +48,7 @@ class Assumptions:
     load_imbalance: float = 1.1
     step_overlap: float = 0.0
     step_overhead: float = 0.01
-    allocator: float = 0.11
+    allocator: float = 0.10
     context: float = 1.5 * GIB
 
     def with_values(self, settings: list[str]) -> Assumptions:

@@ -6,8 +6,8 @@ Made from a checked config (`case_of`) or, by the search, from numbers that stan
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
 
 from titan5d.config.check import Layout, context_method
 from titan5d.config.schema import Config
@@ -19,6 +19,18 @@ from titan5d.topology import Topology
 
 ELEMENT = {"float32": 4, "bfloat16": 2}
 OPTIMIZER_BYTES = {"AdamW": 8, "Adam": 8, "Muon": 4, "SGD": 4}
+MomentKind = Literal["alike", "int8", "float8", "int4", "muon"]
+
+
+class Narrow(NamedTuple):
+    """Of one narrow moment: bytes of a value; values that share an fp32 scale; numbers of its fp32 table."""
+
+    value: float
+    block: int
+    table: int
+
+
+NARROW = {"int8": Narrow(1, 256, 256), "float8": Narrow(1, 256, 0), "int4": Narrow(0.5, 128, 16)}
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,7 @@ class Case:
         stages: parts of the model by pipeline stage; schedule: the table, None with one pipeline rank.
         loss_chunk: largest piece of fp32 logits, bytes; 0 = all at once.
         stored, element: bytes of a parameter as stored, as computed with; optimizer: of its optimizer state.
+        moment_kind: alike = every parameter has `optimizer` bytes; else see optimizer_state.py.
     """
 
     args: ModelArgs
@@ -79,7 +92,8 @@ class Case:
     loss_chunk: float = 64 * 2**20
     stored: int = 4
     element: int = 2
-    optimizer: int = 8
+    optimizer: float = 8
+    moment_kind: MomentKind = "alike"
     compiled: bool = False
     offload: bool = False
 
@@ -106,7 +120,14 @@ class Case:
     @property
     def experts_apart(self) -> bool:
         """Whether the experts of a block are a unit of their own."""
-        return bool(self.args.n_experts) and self.topology.ep * self.topology.tp > 1
+        return bool(self.args.n_experts) and self.topology.expert_ranks * self.topology.tp > 1
+
+    @property
+    def rounds_experts(self) -> bool:
+        """Whether experts that are whole on a rank are rounded where they are used: FSDP2 has no part in them."""
+        topology = self.topology
+        whole = topology.efsdp * topology.tp * topology.pp == 1 and self.stored != self.element
+        return self.experts_apart and whole and not self.offload
 
     @property
     def whole_gradients(self) -> bool:
@@ -115,8 +136,20 @@ class Case:
 
     @property
     def working_copy(self) -> bool:
-        """Whether computing uses a copy of the stored parameters (apply.py)."""
-        return self.topology.dp * self.topology.cp > 1 or self.stored != self.element or self.offload
+        """Whether computing uses a copy of all stored parameters: gathered, or rounded once (data.py)."""
+        once = self.stored != self.element and not self.rounds_layers
+        return self._gathers or once or self.offload
+
+    @property
+    def rounds_layers(self) -> bool:
+        """Whether each layer rounds its weights as it uses them; its backward needs what was rounded (data.py)."""
+        one_by_one = self.topology.tp * self.topology.pp == 1 and not self._gathers and not self.offload
+        return one_by_one and self.stored != self.element
+
+    @property
+    def _gathers(self) -> bool:
+        ranks = max(self.shards, self.topology.efsdp if self.experts_apart else 1)
+        return self.zero_stage > 0 and ranks > 1
 
     @property
     def n_ranks(self) -> int:
@@ -128,21 +161,18 @@ class Case:
         return self._stages_by_rank[rank]
 
     @cached_property
-    def _stages_by_rank(self) -> list[tuple[int, ...]]:
-        if self.schedule is None:
-            return [(0,)]
-        held: list[list[int]] = [[] for _ in range(self.schedule.n_ranks)]
-        for stage, rank in enumerate(self.schedule.rank_of_stage):
-            held[rank].append(stage)
-        return [tuple(stages) for stages in held]
+    def _stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        return ((0,),) if self.schedule is None else _held_by_rank(self.schedule.rank_of_stage)
 
-    @cached_property
+    @property
     def layers_of_stage(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of the layers in each stage."""
-        return tuple(
-            tuple(int(name.partition(".")[2]) for name in stage if name.startswith("layers."))
-            for stage in self.stages
-        )
+        return _layers(self.stages)
+
+    @property
+    def blocks_of_stage(self) -> tuple[tuple[int, int], ...]:
+        """Of each stage how many blocks it has: (without, with experts)."""
+        return _blocks(self.stages, self.args.n_dense_layers if self.args.n_experts else self.args.n_layers)
 
     @cached_property
     def dense_args(self) -> ModelArgs:
@@ -160,13 +190,39 @@ class Case:
         return replace(self.args, n_dense_layers=0)
 
 
+# The search asks for these of thousands of cases, which have few ways to cut the model.
+@lru_cache(maxsize=256)
+def _held_by_rank(rank_of_stage: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    held: list[list[int]] = [[] for _ in range(max(rank_of_stage) + 1)]
+    for stage, rank in enumerate(rank_of_stage):
+        held[rank].append(stage)
+    return tuple(tuple(stages) for stages in held)
+
+
+@lru_cache(maxsize=256)
+def _layers(stages: Stages) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(int(name.partition(".")[2]) for name in stage if name.startswith("layers.")) for stage in stages
+    )
+
+
+@lru_cache(maxsize=256)
+def _blocks(stages: Stages, n_dense: int) -> tuple[tuple[int, int], ...]:
+    dense = [sum(layer < n_dense for layer in layers) for layers in _layers(stages)]
+    return tuple((count, len(layers) - count) for count, layers in zip(dense, _layers(stages), strict=True))
+
+
 def case_of(config: Config, args: ModelArgs, layout: Layout) -> Case:
     """The case of a checked config."""
     training, par = config.training, config.parallelism
     plan = layout.pipeline
-    optimizer = OPTIMIZER_BYTES[config.optimizer.name]
-    if config.optimizer.name == "SGD" and not config.optimizer.momentum:
+    chosen = config.optimizer
+    optimizer: float = OPTIMIZER_BYTES[chosen.name] * ELEMENT[training.dtype] // 4
+    if chosen.name == "SGD" and not chosen.momentum:
         optimizer = 0
+    if chosen.state_dtype != "float32":
+        narrow = NARROW[chosen.state_dtype]
+        optimizer = 2 * (narrow.value + 4 / narrow.block)
     rows, microbatches = training.local_batch_size, layout.accumulation
     if plan is not None:
         rows, microbatches = plan.microbatch_size, plan.schedule.microbatches
@@ -191,7 +247,14 @@ def case_of(config: Config, args: ModelArgs, layout: Layout) -> Case:
         loss_chunk=training.loss_chunk_mib * 2**20,
         stored=ELEMENT[training.dtype],
         element=ELEMENT[training.mixed_precision_param],
-        optimizer=optimizer * ELEMENT[training.dtype] // 4,
+        optimizer=optimizer,
+        moment_kind=_moment_kind(chosen.name, chosen.state_dtype),
         compiled=config.compile.enable,
         offload=training.enable_cpu_offload,
     )
+
+
+def _moment_kind(name: str, state_dtype: Literal["float32", "int8", "float8", "int4"]) -> MomentKind:
+    if state_dtype != "float32":
+        return state_dtype
+    return "muon" if name == "Muon" else "alike"

@@ -85,6 +85,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     look.add_argument("--fill", type=float, default=Priors.fill, help="share of the memory a layout may need")
 
 
+SEARCH_ONLY = (
+    *("--top", "--write", "--max-tp", "--cp-from", "--pp-from", "--max-pp", "--hsdp-nodes", "--any-zero"),
+    "--fill",
+)
+
+
+def _set(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
+    """The options that were given another value than their default."""
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    return ["--" + name.replace("_", "-") for name in given]
+
+
 def main(argv: Sequence[str]) -> int:
     """Plans as the words say; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -101,8 +113,8 @@ def main(argv: Sequence[str]) -> int:
         machine = _machine(args, config)
         if args.search:
             return _search(args, config, machine, title)
-        if args.write:
-            raise ConfigError(["--write belongs to --search"])
+        if unused := [flag for flag in _set(parser, args) if flag in SEARCH_ONLY]:
+            raise ConfigError([f"{flag} belongs to --search" for flag in unused])
         prediction, more = plan_run(config, machine)
         advice = [] if prediction.fits else changes_that_fit(config, machine, prediction)
     except ConfigError as error:
@@ -223,7 +235,7 @@ def _machine(args: argparse.Namespace, config: Config) -> Machine:
     device = find_device(name)
     if device is None:
         problems.append(
-            f"--gpu {name} is not known{_similar(name, device_names())}; known are {', '.join(device_names())}"
+            f"--gpu {name} is not known{_similar_gpu(name)}; known are {', '.join(device_names())}"
         )
     if args.nodes_of is not None and args.nodes_of < 1:
         problems.append(f"--nodes-of {args.nodes_of}: a node has at least 1 GPU")
@@ -269,6 +281,13 @@ def _priors(args: argparse.Namespace, machine: Machine) -> Priors:
 def _similar(word: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(word.lower(), [one.lower() for one in known], n=1, cutoff=0.4)
     return f"; did you mean {known[[one.lower() for one in known].index(close[0])]}?" if close else ""
+
+
+def _similar_gpu(name: str) -> str:
+    """Of `H100 SXM` and `h100` all that are an h100; of other words the closest."""
+    chip = name.lower().replace("nvidia", "").split()
+    alike = [one for one in device_names() if chip and one.split("-")[0] == chip[0].split("-")[0]]
+    return f"; did you mean {' or '.join(alike)}?" if alike else _similar(name, device_names())
 
 
 def _write(path: str | None, content: str) -> int:

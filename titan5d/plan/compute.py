@@ -107,14 +107,17 @@ def block_time(case: Case, computer: Computer, with_experts: bool) -> BlockTime:
     shared = 0.0
     if with_experts:
         rows = args.top_k * tokens / tp * computer.assumptions.load_imbalance
-        here = args.n_experts / topology.ep
-        each = rows / here  # rows of all ep ranks meet, of which this rank has 1/ep of the experts
+        here, slices = args.n_experts / topology.ep, topology.etp
+        # rows of all ep x etp ranks meet, and this rank has a slice of 1/ep of the experts
+        each, slice_width = slices * rows / here, args.moe_ffn_dim / slices
         products(tokens / tp, [(args.n_experts, args.dim)])
         wide = args.n_shared_experts * args.moe_ffn_dim / tp
         if wide:
             shared = products(tokens, [(wide, args.dim), (wide, args.dim), (args.dim, wide)])
-        products(each, [(args.moe_ffn_dim, args.dim)] * 2 + [(args.dim, args.moe_ffn_dim)], here)
+        products(each, [(slice_width, args.dim)] * 2 + [(args.dim, slice_width)], here)
         between = rows * (6 * args.moe_ffn_dim + 8 * args.dim) / 2 * element
+        if slices > 1:  # rows are repeated, and what comes back is summed
+            between += rows * 2 * (slices + 1) * args.dim * element
     else:
         wide = args.ffn_dim / tp
         products(tokens, [(wide, args.dim), (wide, args.dim)])

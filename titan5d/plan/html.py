@@ -23,7 +23,8 @@ h1 { font-size: 22px } h2 { font-size: 17px; margin-top: 28px }
 pre { background: #f6f6f6; padding: 10px; white-space: pre-wrap }
 .over { color: #c0262d; font-weight: bold } .fits { color: #268468; font-weight: bold }
 .tight { color: #a66a00; font-weight: bold }
-.scroll { overflow-x: auto } svg { max-width: none; display: block }
+.scroll { overflow-x: auto } svg { display: block }
+.fitting svg { max-width: 100%; min-width: 640px; height: auto }
 """
 
 
@@ -48,12 +49,12 @@ def page(
         f'<p class="{prediction.verdict}">{escape(verdict(prediction, ()).splitlines()[0])}</p>',
         *(f"<p>Would make it fit: <code>{escape(str(one))}</code></p>" for one in advice),
         "<h2>Memory of a rank at its fullest moment</h2>",
-        '<div class="scroll">' + memory_picture(prediction) + "</div>",
+        '<div class="scroll fitting">' + memory_picture(prediction) + "</div>",
         "<h2>One step</h2>",
-        '<div class="scroll">' + time_picture(prediction) + "</div>",
+        '<div class="scroll fitting">' + time_picture(prediction) + "</div>",
         f"<pre>{escape(speed(prediction))}</pre>",
         "<h2>What a rank sends in a step, by axis</h2>",
-        '<div class="scroll">' + traffic_picture(prediction) + "</div>",
+        '<div class="scroll fitting">' + traffic_picture(prediction) + "</div>",
     ]
     if prediction.time.timeline is not None:
         parts += ["<h2>The schedule, with these times</h2>", _schedule(prediction)]

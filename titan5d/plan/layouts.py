@@ -107,7 +107,7 @@ def config_of(base: Config, layout: Candidate5) -> Config:
     par.context_parallel_degree = topology.cp
     par.tensor_parallel_degree = topology.tp
     par.pipeline_parallel_degree = topology.pp
-    par.expert_parallel_degree = topology.ep
+    par.expert_parallel_degree, par.expert_tensor_parallel_degree = topology.ep, topology.etp
     par.zero_stage = layout.zero_stage  # type: ignore[assignment]
     config.activation_checkpoint.mode = layout.recompute  # type: ignore[assignment]
     config.training.local_batch_size = layout.rows
@@ -169,7 +169,8 @@ def _replicas(
 def _with_experts(
     base: Config, args: ModelArgs, topology: Topology, gpus: int, rejected: Counter[str]
 ) -> Iterator[Topology]:
-    """The degrees with each expert degree that `check` allows."""
+    """The degrees with each expert degree that `check` allows. Experts stay whole: for the same memory slices of them
+    cost more traffic than fewer experts a rank, or ZeRO (docs/expert_parallel.md)."""
     ranks = topology.dp_shard * topology.cp * topology.tp
     choices = [ep for ep in _divisors(ranks) if args.n_experts % ep == 0] if args.n_experts else [1]
     for ep in choices:

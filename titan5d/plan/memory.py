@@ -18,7 +18,7 @@ What is measured: metrics/memory_ledger.py; that both agree: tests/parallel/test
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,7 +47,13 @@ class StateBytes:
     buffers: float
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return StateBytes(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.gathered + other.gathered,
+            self.buffers + other.buffers,
+        )
 
     @property
     def total(self) -> float:
@@ -62,9 +68,10 @@ def state_bytes(
     shards: int,
     param_bytes: int = 4,
     compute_bytes: int = 4,
-    optimizer_bytes: int = 8,
+    optimizer_bytes: float = 8,
     whole_gradients: bool = False,
     working_copy: bool = True,
+    copies: bool = False,
 ) -> StateBytes:
     """Training state of `parameters` elements sharded over `shards` ranks.
 
@@ -74,7 +81,8 @@ def state_bytes(
         param_bytes, compute_bytes: per element as stored, as gathered.
         optimizer_bytes: per element; 8 for Adam, 4 for SGD with momentum or Muon, 0 for plain SGD.
         whole_gradients: each rank sums its gradients over micro-batches before they are reduced.
-        working_copy: False for one rank that computes in the type it stores.
+        working_copy: False where ranks compute with the parameters they store: in stage 0, in the type stored.
+        copies: without a working copy: other ranks hold the same, so gradients are laid side by side to be summed.
     """
     cut = parameters / shards
     stored = parameters if stage == 0 else cut
@@ -87,7 +95,7 @@ def state_bytes(
         gradients=gradients,
         optimizer=stored * optimizer_bytes,
         gathered=gathered * compute_bytes if working_copy else 0,
-        buffers=largest_unit * (compute_bytes + REDUCE_BYTES) if working_copy else 0,
+        buffers=largest_unit * ((compute_bytes + REDUCE_BYTES) if working_copy else REDUCE_BYTES * copies),
     )
 
 
@@ -100,23 +108,55 @@ def layer_activation_bytes(args: ModelArgs, tokens: int, element_bytes: int, rec
     selective: outputs of the products, except the last one, which nothing needs again, and the block's input.
     full: the block's input.
 
+    Latent attention has as many key heads as heads, values are widened to the keys' d, and the output is kept widened
+    (for attention) and cut to n_h d_v (for the product behind it). Its latent vectors: `latent_elements`.
+
     Of a block with experts, whose load is taken as even: f is the width of the shared experts, and k (3 f_e + 2 h)
     elements a token come on top, the rows of its k experts, their gate, up, product, and outputs; of these selective
-    keeps k (2 f_e + h). Of dense and other blocks the larger counts.
+    keeps k (2 f_e + h). Weighted before w2 (score_before_w2) nothing needs the outputs: k (3 f_e + h). The router's
+    part: `router_bytes`. Of dense and other blocks the larger counts.
     """
-    heads = args.n_heads * args.head_dim
-    kv = args.n_kv_heads * args.head_dim
     if recompute == "full":
         return tokens * args.dim * element_bytes
-    half = element_bytes / 2
+    half, kept_whole = element_bytes / 2, recompute == "none"
+    heads = args.n_heads * args.head_dim
+    kv = args.n_kv_heads * args.head_dim
     shared, routed = args.n_shared_experts * args.moe_ffn_dim, args.top_k * args.moe_ffn_dim
     dense = args.ffn_dim if args.n_dense_layers or not args.n_experts else 0
-    if recompute == "selective":
-        feed_forward = max(4 * dense, 4 * (shared + routed) + 2 * args.top_k * args.dim)
-        return tokens * half * (4 * args.dim + 2 * heads + 4 * kv + feed_forward)
-    feed_forward = max(6 * dense, 6 * (shared + routed) + 4 * args.top_k * args.dim)
-    per_token = 8 * args.dim + 4 * heads + 4 * kv + feed_forward
-    return tokens * (half * per_token + 4 * args.n_heads + 8)
+    rows = args.top_k * args.dim
+    if kept_whole:
+        attention = 4 * heads + 4 * kv
+        if args.kv_lora_rank:
+            attention = 8 * heads + 2 * args.n_heads * args.v_head_dim
+        outputs = 0 if args.balance.score_before_w2 else 2 * rows
+        experts = 6 * (shared + routed) + 2 * rows + outputs
+        feed_forward, stream, statistics = max(6 * dense, experts), 8 * args.dim, 4 * args.n_heads + 8
+    else:
+        attention = 2 * heads + 4 * kv
+        if args.kv_lora_rank:
+            attention = 2 * heads + 2 * args.n_heads * (args.qk_nope_head_dim + args.v_head_dim)
+        feed_forward = max(4 * dense, 4 * (shared + routed) + 2 * rows)
+        stream, statistics = 4 * args.dim, 0
+    per_token = stream + attention + 2 * latent_elements(args, recompute) + feed_forward
+    return tokens * (half * per_token + statistics + router_bytes(args, element_bytes, recompute))
+
+
+def latent_elements(args: ModelArgs, recompute: str) -> int:
+    """Of latent attention, a token: the short vectors of keys (with the rotated part all heads share) and queries, and
+    what their norms return; selective keeps the former only. 0 without it."""
+    if not args.kv_lora_rank:
+        return 0
+    made = args.kv_lora_rank + args.qk_rope_head_dim + args.q_lora_rank
+    return made if recompute == "selective" else made + args.kv_lora_rank + args.q_lora_rank
+
+
+def router_bytes(args: ModelArgs, element_bytes: int, recompute: str) -> int:
+    """Of a router, a token: its input in fp32, which is a copy unless all is computed in fp32 (selective makes it
+    again), and one fp32 an expert: the scores, or with selective the logits. 0 in a dense block."""
+    if not args.n_experts:
+        return 0
+    copied = recompute == "none" and element_bytes < 4
+    return 4 * args.n_experts + (4 * args.dim if copied else 0)
 
 
 def head_activation_bytes(

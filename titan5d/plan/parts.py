@@ -3,7 +3,7 @@ before data parallelism shards them.
 
     embedding, head   V/t rows           norms, latent attention's down-projections   whole on every tensor rank
     blocks            columns or rows/t  key/value heads fewer than t                 whole on every tensor rank
-    experts           E/ep of each layer router                                       whole on every rank, unsharded
+    experts           E/ep of each layer, 1/etp of each     router                    whole on every rank, unsharded
 """
 
 from __future__ import annotations
@@ -69,8 +69,28 @@ def block_elements(case: Case, with_experts: bool) -> tuple[float, float, float]
     if not with_experts:
         return block + 3 * args.dim * args.ffn_dim / tp, 0.0, 0.0
     expert = 3 * args.dim * args.moe_ffn_dim
-    routed = args.n_experts / case.topology.ep * expert
+    routed = args.n_experts / case.topology.expert_ranks * expert
     return block + args.n_shared_experts * expert / tp, routed, float(args.dim * args.n_experts)
+
+
+def end_elements(case: Case, stage: int) -> float:
+    """Embedding, output matrix and last norm, as far as the stage has them."""
+    names, args = case.stages[stage], case.args
+    matrix = -(-args.vocab_size // case.topology.tp) * args.dim
+    matrices = ("tok_embeddings" in names) + ("output" in names)
+    if args.tie_embeddings and matrices == 2:
+        matrices = 1
+    return matrix * matrices + (args.dim if "output" in names else 0)
+
+
+def all_elements(case: Case, with_experts: bool) -> float:
+    """Of one block, with its experts and router."""
+    return sum(block_elements(case, with_experts))
+
+
+def put_off_elements(case: Case, with_experts: bool) -> float:
+    """Weights of one block whose gradients W makes: of linear layers, not of norms, routers and experts."""
+    return block_elements(case, with_experts)[0] - 2 * case.args.dim
 
 
 def attention_elements(case: Case) -> float:

@@ -11,7 +11,7 @@ from titan5d.plan.assumptions import Assumptions
 from titan5d.plan.case import Case
 from titan5d.plan.compute import Computer
 from titan5d.plan.network import Network
-from titan5d.plan.rank_memory import RankMemory, fullest, pipeline_memory
+from titan5d.plan.rank_memory import RankMemory, Replay, fullest, pipeline_memory
 from titan5d.plan.step_time import StepTime, step_time
 
 SAFE = 0.8
@@ -105,8 +105,8 @@ class Prediction:
         return self._per_gpu(self.hardware_flops) / self.peak
 
 
-def predict(case: Case, machine: Machine) -> Prediction:
-    """Memory and time of one layout."""
+def predict(case: Case, machine: Machine, replay: Replay | None = None) -> Prediction:
+    """Memory and time of one layout. replay: of its table, as `pipeline_memory` takes it."""
     computer = machine.computer
     counts = training_flops(flop_shape(case.args))
     row = flops.work_of([case.seq_len])
@@ -121,7 +121,7 @@ def predict(case: Case, machine: Machine) -> Prediction:
     return Prediction(
         case=case,
         machine=machine,
-        ranks=pipeline_memory(case, machine.assumptions),
+        ranks=pipeline_memory(case, machine.assumptions, replay=replay),
         time=step_time(case, computer, machine.network),
         tokens=case.global_tokens,
         model_flops=model,

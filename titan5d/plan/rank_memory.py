@@ -12,14 +12,23 @@ from dataclasses import dataclass, replace
 from titan5d.plan.activations import kept_by_layer, weight_gradient_bytes
 from titan5d.plan.assumptions import Assumptions
 from titan5d.plan.case import Case
-from titan5d.plan.memory import StateBytes, state_bytes
-from titan5d.plan.parts import RankParts, rank_parts
+from titan5d.plan.memory import REDUCE_BYTES, StateBytes, state_bytes
+from titan5d.plan.optimizer_state import optimizer_state_bytes
+from titan5d.plan.parts import (
+    RankParts,
+    all_elements,
+    block_elements,
+    end_elements,
+    put_off_elements,
+    rank_parts,
+)
 from titan5d.plan.step_moments import pipeline_buffers, step_moments
-from titan5d.schedules.memory import peak_memory
+from titan5d.plan.table_moments import FullestActions, Held, StageBytes, fullest_actions
+from titan5d.schedules.memory import peak_microbatches
 from titan5d.schedules.table import Schedule
 
-Peaks = Callable[[Schedule, Sequence[float], Sequence[float]], tuple[float, ...]]
-"""`schedules.memory.peak_memory`."""
+Replay = Callable[[Schedule, Sequence[StageBytes]], tuple[tuple[FullestActions, ...], tuple[float, ...]]]
+"""Of a table what every rank holds at its fullest actions, and how many micro-batches."""
 
 LINES = (
     "weights",
@@ -71,24 +80,51 @@ def pipeline_memory(
     case: Case,
     assumptions: Assumptions,
     parts: Sequence[RankParts] | None = None,
-    peaks: Peaks = peak_memory,
+    replay: Replay | None = None,
 ) -> tuple[RankMemory, ...]:
     """Every pipeline rank.
 
     Args:
-        parts: of every rank, where they are known already. peaks: `peak_memory`, or one that remembers.
+        parts: of every rank, where they are known already. replay: `play`, or what remembers; None = `play`.
     """
     if parts is None:
         parts = [rank_parts(case, rank) for rank in range(case.n_ranks)]
-    kept, in_flight = _activations_in_flight(case, assumptions, peaks)
+    kept, in_flight = _in_flight(case, assumptions, replay or play)
     found: list[RankMemory] = []
-    same: dict[tuple[RankParts, float, bool], RankMemory] = {}
+    same: dict[tuple[RankParts, FullestActions, bool], RankMemory] = {}
     for rank in range(case.n_ranks):
         key = (parts[rank], kept[rank], _has_head(case, rank))
         if key not in same:
             same[key] = _rank_memory(case, assumptions, rank, parts[rank], kept[rank])
         found.append(replace(same[key], rank=rank, kind=_kind(case, rank), in_flight=in_flight[rank]))
     return tuple(found)
+
+
+def most_memory(
+    case: Case, assumptions: Assumptions, parts: Sequence[RankParts], replay: Replay, too_much: float
+) -> float:
+    """Bytes of the fullest rank of `pipeline_memory`; or those of the first that is found to need more than `too_much`.
+
+    Of ranks with the same parts only those are computed that another one does not exceed at every fullest action.
+    """
+    kept, _ = _in_flight(case, assumptions, replay)
+    alike: dict[tuple[RankParts, bool], list[int]] = {}
+    for rank in range(case.n_ranks):
+        alike.setdefault((parts[rank], _has_head(case, rank)), []).append(rank)
+    most = 0.0
+    for ranks in alike.values():
+        computed: list[FullestActions] = []
+        for rank in sorted(ranks, key=lambda one: _size(kept[one]), reverse=True):
+            if not any(kept[rank].is_within(other) for other in computed):
+                computed.append(kept[rank])
+                most = max(most, _rank_memory(case, assumptions, rank, parts[rank], kept[rank]).total)
+                if most > too_much:
+                    return most
+    return most
+
+
+def _size(kept: FullestActions) -> float:
+    return sum(sum(held) for held in kept if held is not None)
 
 
 def kinds(ranks: tuple[RankMemory, ...]) -> list[RankMemory]:
@@ -103,8 +139,8 @@ def fullest(ranks: tuple[RankMemory, ...]) -> RankMemory:
     return max(ranks, key=lambda one: one.total)
 
 
-def rank_state(case: Case, parts: RankParts) -> StateBytes:
-    """Training state of a rank with these parts, experts that are cut and routers included."""
+def rank_state(case: Case, parts: RankParts, rank: int) -> StateBytes:
+    """Training state of a pipeline rank with these parts, experts that are cut and routers included."""
     topology = case.topology
     state = state_bytes(
         int(parts.shared),
@@ -116,9 +152,10 @@ def rank_state(case: Case, parts: RankParts) -> StateBytes:
         case.optimizer,
         case.whole_gradients,
         case.working_copy,
+        case.topology.dp * case.topology.cp > 1,
     )
     if parts.experts:
-        state += state_bytes(
+        experts = state_bytes(
             int(sum(parts.experts)),
             int(max(parts.experts)),
             case.zero_stage,
@@ -127,44 +164,85 @@ def rank_state(case: Case, parts: RankParts) -> StateBytes:
             case.element,
             case.optimizer,
             case.whole_gradients,
-            topology.dp_replicate * topology.efsdp > 1 or case.stored != case.element,
+            (case.zero_stage > 0 and topology.efsdp > 1)
+            or (case.stored != case.element and not case.rounds_layers),
+            topology.dp_replicate * topology.efsdp > 1,
         )
+        state += replace(experts, buffers=0.0) if case.rounds_experts else experts
     if parts.routers:
         router = parts.routers * case.stored
         state += StateBytes(router, router, parts.routers * case.optimizer, 0.0, 0.0)
+    if case.moment_kind != "alike":
+        state = replace(state, optimizer=optimizer_state_bytes(case, rank))
     return state
 
 
-def _activations_in_flight(
-    case: Case, assumptions: Assumptions, peaks: Peaks
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(bytes, micro-batches) kept at the fullest moment, by pipeline rank."""
+def play(
+    schedule: Schedule, stages: Sequence[StageBytes]
+) -> tuple[tuple[FullestActions, ...], tuple[float, ...]]:
+    """What every rank holds at the fullest actions of the table, and how many micro-batches."""
+    return fullest_actions(schedule, stages), peak_microbatches(schedule)
+
+
+def _in_flight(
+    case: Case, assumptions: Assumptions, replay: Replay
+) -> tuple[tuple[FullestActions, ...], tuple[float, ...]]:
+    """(what is held at the fullest actions, micro-batches), by pipeline rank."""
     imbalance = assumptions.load_imbalance
+    if case.schedule is None:
+        dense, routed = case.blocks_of_stage[0]
+        kept = dense * kept_by_layer(case, False, imbalance) if dense else 0.0
+        kept += routed * kept_by_layer(case, True, imbalance) if routed else 0.0
+        if case.rounds_layers:  # the rounded weights of blocks that are not recomputed
+            share = case.recompute.share if case.recompute.mode != "none" else 0.0
+            elements = sum(
+                count * sum(block_elements(case, kind)[:2])
+                for kind, count in ((False, dense), (True, routed))
+                if count
+            )
+            kept += (1 - share) * elements * case.element
+        held = Held(kept, 0.0)
+        return (FullestActions(None, held, None, held),), (1.0,)
+    return replay(case.schedule, _stage_bytes(case, imbalance))
 
-    def of_stage(stage: int, of_block: Callable[[Case, bool], float]) -> float:
-        layers = case.layers_of_stage[stage]
-        routed = sum(case.args.has_experts(layer) for layer in layers)
-        total = routed * of_block(case, True) if routed else 0.0
-        return total + ((len(layers) - routed) * of_block(case, False) if len(layers) > routed else 0.0)
 
-    def kept(case: Case, with_experts: bool) -> float:
-        return kept_by_layer(case, with_experts, imbalance)
-
-    schedule = case.schedule
-    if schedule is None:
-        return (of_stage(0, kept),), (1.0,)
+def _stage_bytes(case: Case, imbalance: float) -> list[StageBytes]:
+    """Of each stage. Its blocks with experts are alike, and so are the others."""
+    bytes_of_gradient = REDUCE_BYTES if case.working_copy else case.stored
+    # what has the reduce type already is added up where it is made
+    bytes_of_waiting = 0 if bytes_of_gradient == case.element or not case.working_copy else case.element
     # The input a stage was sent, and the output it sent, wait with its activations
     edge = case.stream_tokens * case.args.dim * case.element
-    held = [of_stage(stage, kept) + edge for stage in range(schedule.n_stages)]
-    after_input = [of_stage(stage, weight_gradient_bytes) for stage in range(schedule.n_stages)]
-    shares = [1 / len(case.stages_of_rank(rank)) for rank in schedule.rank_of_stage]  # of a micro-batch
-    return peaks(schedule, held, after_input), peaks(schedule, shares, shares)
+    blocks = []
+    for routed, there in enumerate(map(any, zip(*case.blocks_of_stage, strict=True))):
+        if not there:
+            blocks.append(StageBytes(0.0, 0.0, 0.0, 0.0, 0.0))
+            continue
+        put_off = put_off_elements(case, bool(routed))
+        blocks.append(
+            StageBytes(
+                activation=kept_by_layer(case, bool(routed), imbalance),
+                kept_for_weights=weight_gradient_bytes(case, bool(routed)),
+                gradients=all_elements(case, bool(routed)) * bytes_of_gradient,
+                put_off=put_off * bytes_of_gradient,
+                waiting=put_off * bytes_of_waiting,
+            )
+        )
+    found: list[StageBytes] = []
+    alike: dict[tuple[int, int, float], StageBytes] = {}
+    for stage, counts in enumerate(case.blocks_of_stage):
+        ends = end_elements(case, stage) * bytes_of_gradient
+        if (*counts, ends) not in alike:
+            sums = [counts[0] * dense + counts[1] * routed for dense, routed in zip(*blocks, strict=True)]
+            alike[*counts, ends] = StageBytes(sums[0] + edge, sums[1], sums[2] + ends, sums[3], sums[4])
+        found.append(alike[*counts, ends])
+    return found
 
 
 def _rank_memory(
-    case: Case, assumptions: Assumptions, rank: int, parts: RankParts, kept: float
+    case: Case, assumptions: Assumptions, rank: int, parts: RankParts, kept: FullestActions
 ) -> RankMemory:
-    state, stages = rank_state(case, parts), case.stages_of_rank(rank)
+    state, stages = rank_state(case, parts, rank), case.stages_of_rank(rank)
     layers = [layer for stage in stages for layer in case.layers_of_stage[stage]]
     imbalance = assumptions.load_imbalance
     # what is sharded lives in the host's memory under offload
@@ -175,19 +253,12 @@ def _rank_memory(
         "pipeline buffers": pipeline_buffers(case),
         "device context": assumptions.context,
     }
-    found_at = step_moments(case, layers, parts, state, kept, _has_head(case, rank), imbalance)
-    best: RankMemory | None = None
-    for moment, values in found_at.items():
-        lines = dict.fromkeys(LINES, 0.0) | steady | values
-        comes_and_goes = sum(
-            lines[name] for name in LINES if name not in ("weights", "moments", "device context")
-        )
-        lines["fragmentation"] = assumptions.allocator * comes_and_goes
-        found = RankMemory(rank, "", 0.0, moment, lines)
-        if best is None or found.total > best.total:
-            best = found
-    assert best is not None
-    return best
+    found_at = step_moments(case, layers, parts, state, kept, imbalance)
+    moment, values = max(found_at.items(), key=lambda one: sum(one[1].values()))
+    lines = dict.fromkeys(LINES, 0.0) | steady | values
+    comes_and_goes = sum(values.values()) + steady["pipeline buffers"]
+    lines["fragmentation"] = assumptions.allocator * comes_and_goes
+    return RankMemory(rank, "", 0.0, moment, lines)
 
 
 def _has_head(case: Case, rank: int) -> bool:

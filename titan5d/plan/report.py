@@ -17,7 +17,8 @@ OVERLAP = (
     "hidden: a unit's gather and reduction under the computation of its neighbour; in backward the second gather of"
     " tensor parallelism and the reduce-scatter of its input's gradient; a ring's hop under the block before it; rows"
     " on their way to experts under the shared experts; pipeline messages where the table leaves room",
-    "exposed: everything else. Axes do not slow each other down, and no rank is late",
+    "exposed: everything else, also the rows that pipeline_parallel_expert_parallel_overlap hides. Axes do not slow"
+    " each other down, and no rank is late",
     "time of data reading, checkpoints and validation is not part of a step",
 )
 
@@ -41,11 +42,12 @@ def text(prediction: Prediction, notes: Sequence[str], advice: Sequence[Advice],
 def _heading(prediction: Prediction, title: str) -> str:
     case, machine = prediction.case, prediction.machine
     per_node = machine.network.per_node
-    nodes = -(-machine.gpus // per_node)
+    nodes, left = -(-machine.gpus // per_node), machine.gpus % per_node
+    rest = f", the last with {left}" if left else ""
     total = count_parameters(case.args).total
     lines = [
         f"plan of {title} on {machine.gpus} x {machine.device.name}"
-        + (f", {nodes} nodes of {per_node}" if nodes > 1 else ", one node"),
+        + (f", {nodes} nodes of {per_node}{rest}" if nodes > 1 else ", one node"),
         f"  model    {total / 1e9:,.2f} G parameters, {case.args.n_layers} layers",
         f"  layout   {case.topology}; ZeRO-{case.zero_stage}; recompute {_recompute(prediction)}"
         + ("; compiled" if case.compiled else "; not compiled"),
@@ -95,7 +97,7 @@ def label(name: str, prediction: Prediction) -> str:
     kind = {4: "fp32", 2: "bf16"}
     return {
         "weights": f"weights as stored ({kind[case.stored]} masters)",
-        "moments": f"optimizer moments ({case.optimizer} bytes a parameter)",
+        "moments": f"optimizer moments ({case.optimizer:.3g} bytes a parameter)",
         "gradients": "gradients",
         "gathered weights": f"gathered weights ({kind[case.element]})",
         "activations": "activations kept",

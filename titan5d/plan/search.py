@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import inf
 
 from titan5d.config.check import Layout
 from titan5d.config.load import ConfigError
@@ -24,11 +25,12 @@ from titan5d.plan.layouts import MODES, ROWS, SCHEDULES, Candidate5, Priors, con
 from titan5d.plan.parts import RankParts, rank_parts
 from titan5d.plan.plan_run import type_problems
 from titan5d.plan.predict import Machine, Prediction, predict
-from titan5d.plan.rank_memory import fullest, pipeline_memory
+from titan5d.plan.rank_memory import most_memory
 from titan5d.plan.step_time import step_time
+from titan5d.plan.table_moments import FullestActions, RankStates, StageBytes, fullest_of, table_states
 from titan5d.schedules import catalog
 from titan5d.schedules import stages as cutting
-from titan5d.schedules.memory import peak_memory
+from titan5d.schedules.memory import peak_microbatches
 from titan5d.schedules.stages import Stages
 from titan5d.schedules.table import Schedule
 from titan5d.topology import Topology
@@ -83,7 +85,7 @@ def search(base: Config, machine: Machine, priors: Priors, top: int = 10) -> Sea
     for topology in degrees(base, args, machine.gpus, machine.network.per_node, priors, result.rejected):
         work.try_degrees(topology)
     result.fitting.sort(key=lambda one: one.floor)
-    result.best = _ranked(result.fitting, machine, top)
+    result.best = work.ranked(top)
     return result
 
 
@@ -93,7 +95,8 @@ class _Search:
 
     Attributes:
         shape: the base on one rank.
-        peaks: micro-batches in flight by table and by how the bytes of its stages compare.
+        played: what ranks may hold, and micro-batches in flight, by table.
+        held: what they hold at most, by table and bytes of its stages.
     """
 
     shape: Case
@@ -101,7 +104,10 @@ class _Search:
     machine: Machine
     priors: Priors
     result: SearchResult
-    peaks: dict[tuple[object, ...], tuple[float, ...]] = field(default_factory=dict)
+    played: dict[tuple[object, ...], tuple[tuple[RankStates, ...], tuple[float, ...]]] = field(
+        default_factory=dict
+    )
+    held: dict[tuple[object, ...], tuple[FullestActions, ...]] = field(default_factory=dict)
 
     def try_degrees(self, topology: Topology) -> None:
         """All schedules and rows. More rows need more memory, so none is tried after one that is too many."""
@@ -137,14 +143,17 @@ class _Search:
         if case.microbatches == 1 and options == (1, 2, 3):
             options = (2, 3)  # with one micro-batch stage 1 is stage 2
         machine, result, some = self.machine, self.result, False
+        limit = self.priors.fill * machine.device.memory
         for mode in MODES:
             for stage in options:
                 result.tried += 1
                 recompute = Recompute(mode, 0.0 if mode == "none" else 1.0)
                 found = replace(case, zero_stage=stage, recompute=recompute, regather_input=mode != "full")
                 here = replace(layout, zero_stage=stage, recompute=mode)
-                memory = fullest(pipeline_memory(found, machine.assumptions, parts, self.peak)).total
-                if memory > self.priors.fill * machine.device.memory:
+                # what needs more than the nearest neither fits nor is nearest, whatever it needs
+                too_much = max(limit, result.nearest[1]) if result.nearest else inf
+                memory = most_memory(found, machine.assumptions, parts, self.play, too_much)
+                if memory > limit:
                     result.rejected["does not fit"] += 1
                     if result.nearest is None or memory < result.nearest[1]:
                         result.nearest = (here, memory)
@@ -158,27 +167,29 @@ class _Search:
                     break
         return some
 
-    def peak(self, table: Schedule, held: Sequence[float], after: Sequence[float]) -> tuple[float, ...]:
-        """`peak_memory` of a table of the catalog: the same table and proportions give the same peaks, scaled."""
-        unit = max(held)
-        if unit <= 0:
-            return peak_memory(table, held, after)
-        shape = tuple(round(size / unit, 6) for size in (*held, *after))
-        key = (table.name, table.n_ranks, table.most_chunks, table.microbatches, shape)
-        if key not in self.peaks:
-            self.peaks[key] = peak_memory(table, shape[: len(held)], shape[len(held) :])
-        return tuple(peak * unit for peak in self.peaks[key])
+    def play(
+        self, table: Schedule, stages: Sequence[StageBytes]
+    ) -> tuple[tuple[FullestActions, ...], tuple[float, ...]]:
+        """`rank_memory.play` of a table of the catalog, each of which is played once for all sizes."""
+        waits = tuple(stage.waiting > 0 for stage in stages)
+        key = (table.name, table.n_ranks, table.most_chunks, table.microbatches, waits)
+        if key not in self.played:
+            self.played[key] = table_states(table, waits), peak_microbatches(table)
+        states, in_flight = self.played[key]
+        here = (*key, *stages)
+        if here not in self.held:
+            self.held[here] = fullest_of(states, stages)
+        return self.held[here], in_flight
 
-
-def _ranked(fitting: list[Fitting], machine: Machine, top: int) -> list[tuple[Candidate5, Prediction]]:
-    """Plays tables until no floor can be among the best."""
-    best: list[tuple[Candidate5, Prediction]] = []
-    for candidate in fitting:
-        if len(best) >= top and candidate.floor > best[-1][1].time.total:
-            break
-        best.append((candidate.layout, predict(candidate.case, machine)))
-        best = sorted(best, key=lambda one: one[1].time.total)[:top]
-    return best
+    def ranked(self, top: int) -> list[tuple[Candidate5, Prediction]]:
+        """Plays tables until no floor can be among the best."""
+        best: list[tuple[Candidate5, Prediction]] = []
+        for candidate in self.result.fitting:
+            if len(best) >= top and candidate.floor > best[-1][1].time.total:
+                break
+            best.append((candidate.layout, predict(candidate.case, self.machine, self.play)))
+            best = sorted(best, key=lambda one: one[1].time.total)[:top]
+        return best
 
 
 def final_config(base: Config, layout: Candidate5, args: ModelArgs) -> Config:

@@ -220,6 +220,8 @@ def _block_traffic(case: Case, network: Network, talk: dict[bool, _Talk], rank: 
             for index, value in enumerate(talk[case.args.has_experts(layer)][axis]):
                 sums[index] += case.microbatches * value
         size, count, forward, backward, time = sums
+        if axis == "ep" and case.topology.etp > 1:
+            axis = "ep_etp"  # as the ranks that exchange rows are called in a run (mesh.py)
         if count:
             found.append(Traffic(axis, what, group, size, count, time, forward + backward))
     return found

@@ -22,8 +22,8 @@ PALETTE = (
     "#444444",
 )
 WIDTH = 960
-_LEFT = 290
-_RIGHT = 150
+LEFT = 290
+RIGHT = 150
 _CHARACTER = 6.7  # width of a letter at font size 12, at most
 _STYLE = (
     'text { font: 12px "DejaVu Sans", Verdana, Arial, sans-serif; fill: #222 } .note { fill: #555 }'
@@ -44,15 +44,15 @@ def stacked_bars(
         limit: None = there is none. unit: of the values, written at the pieces' titles.
     """
     longest = max([sum(value for _, value in pieces) for _, pieces, _ in bars] + [limit or 0.0] + [1e-12])
-    scale = (WIDTH - _LEFT - _RIGHT) / longest
+    scale = (WIDTH - LEFT - RIGHT) / longest
     shown = [
         name for name in names if any(value > 0 for _, pieces, _ in bars for n, value in pieces if n == name)
     ]
     body, y = _legend(shown, names)
     top = y
     for before, pieces, after in bars:
-        body.append(_text(8, y + 18, _cut(before, _LEFT - 16)))
-        x = float(_LEFT)
+        body.append(_text(8, y + 18, _cut(before, LEFT - 16)))
+        x = float(LEFT)
         for name, value in pieces:
             if value <= 0:
                 continue
@@ -62,10 +62,10 @@ def stacked_bars(
                 f"<title>{escape(f'{name}: {value:.3g} {unit}')}</title></rect>"
             )
             x += width
-        body.append(_text(min(x + 6, WIDTH - _RIGHT + 6), y + 18, _cut(after, _RIGHT - 14), "note"))
+        body.append(_text(min(x + 6, WIDTH - RIGHT + 6), y + 18, _cut(after, RIGHT - 14), "note"))
         y += 34
     if limit is not None:
-        x = _LEFT + limit * scale
+        x = LEFT + limit * scale
         body.append(f'<line class="limit" x1="{x:.1f}" y1="{top - 6:.1f}" x2="{x:.1f}" y2="{y:.1f}"/>')
         half = len(limit_text) * _CHARACTER / 2
         middle = min(max(x, half + 4), WIDTH - half - 4)

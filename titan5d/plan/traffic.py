@@ -13,7 +13,7 @@ hold the runtime to them. Hidden is what has computation beside it that does not
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan5d.plan.case import Case
 from titan5d.plan.compute import BlockTime
@@ -64,11 +64,11 @@ def replica_group(case: Case, network: Network) -> Group:
 
 
 def expert_group(case: Case, network: Network) -> Group:
-    return network.group(case.topology.ep, 1)
+    return network.group(case.topology.expert_ranks, 1)
 
 
 def expert_shard_group(case: Case, network: Network) -> Group:
-    return network.group(case.topology.efsdp, case.topology.ep)
+    return network.group(case.topology.efsdp, case.topology.expert_ranks)
 
 
 def pipeline_group(case: Case, network: Network) -> Group:
@@ -142,16 +142,16 @@ def expert_traffic(
     case: Case, network: Network, block: BlockTime, imbalance: float
 ) -> tuple[float, float, float, float, float]:
     """Of one block with experts and micro-batch: as `tensor_traffic`."""
-    ep = case.topology.ep
-    if ep == 1:
+    ranks, slices = case.topology.expert_ranks, case.topology.etp
+    if ranks == 1:
         return 0.0, 0.0, 0.0, 0.0, 0.0
     group = expert_group(case, network)
-    rows = case.args.top_k * case.tokens / case.topology.tp * case.args.dim * case.element
+    rows = slices * case.args.top_k * case.tokens / case.topology.tp * case.args.dim * case.element
     one = network.all_to_all(rows * imbalance, group)
     again = 2 * case.recompute.share if case.recompute.mode != "none" else 0.0
     forward = one + max(0.0, one - block.shared_experts)
     backward = one + max(0.0, one - 2 * block.shared_experts) + again * one
-    return rows * (1 - 1 / ep) * (4 + again), 4 + again, forward, backward, (4 + again) * one
+    return rows * (1 - 1 / ranks) * (4 + again), 4 + again, forward, backward, (4 + again) * one
 
 
 def data_traffic(
@@ -164,7 +164,8 @@ def data_traffic(
     found = _shared(case, network, parts.units, shard_group(case, network), "dp_shard", forward, backward)
     if parts.experts:
         group = expert_shard_group(case, network)
-        found += _shared(case, network, parts.experts, group, "efsdp", forward / 2, backward / 2)
+        whole = replace(case, reshard_degree=None)  # experts that are cut keep no larger shards (data.py)
+        found += _shared(whole, network, parts.experts, group, "efsdp", forward / 2, backward / 2)
     if parts.routers:
         stage = network.group(case.topology.dp * case.topology.cp * case.topology.tp, 1)
         size = parts.routers * case.stored
