@@ -292,7 +292,8 @@ class Validation(Section):
     freq: int = 100
     """Validate every this many optimizer steps."""
     steps: int = -1
-    """Batches per round, the same in every round; -1 = the whole data set once."""
+    """Batches of each data-parallel rank per round (more ranks: more rows), the same in every round; -1 = the whole
+    data set once, in any layout the same."""
     dataloader: DataLoader = field(default_factory=DataLoader)
     """Reading ahead."""
 
