@@ -161,6 +161,15 @@ def test_an_error_after_the_other_has_ended() -> None:
             turns.run(*order)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Whoever runs the tests in the background has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("waiting", [False, True], ids=["in its own turn", "in the other's"])
 def test_an_interrupt_ends_both(waiting: bool) -> None:
     """SIGINT reaches the main thread, whoever has the turn."""
@@ -188,6 +197,7 @@ def test_an_interrupt_ends_both(waiting: bool) -> None:
     assert ended == ["other"]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_who_never_pauses_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_module, "LEAVE", 0.2)
     turns, goes_on, interrupted = Turns(), threading.Event(), time.monotonic()
