@@ -215,9 +215,14 @@ def large_experts(model: Decoder) -> None:
             local[: max(0, 4 - first)] *= 100
 
 
-@pytest.mark.parametrize("degrees", [{"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [{"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 4, "ep": 2, "etp": 2}],
+    ids=str,
+)
 def test_one_norm_clips_all_ranks_alike(degrees: dict[str, int]) -> None:
-    """Case 013. The experts of one rank dominate the norm; the others must be clipped by it as well."""
+    """Case 013. The experts of one rank dominate the norm, or slices of them on two; the others must be clipped by it
+    as well."""
     one = replace(case(**degrees, prepare=large_experts, max_norm=0.1), steps=3)
     expected = reference(one)
     ranks = layout(one, TIMEOUT)

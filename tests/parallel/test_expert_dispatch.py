@@ -143,20 +143,20 @@ def test_shared_experts_are_computed_while_rows_are_under_way(recompute: str) ->
         assert backward == (BACKWARD if recompute == "none" else FORWARD + BACKWARD)
 
 
-def bytes_of_a_step(ranks: int, dtype: torch.dtype) -> list[tuple[str, int, float]]:
+def bytes_of_a_step(topology: Topology, dtype: torch.dtype, axis: str) -> list[tuple[str, int, float]]:
     """(type, calls, bytes sent) of the all-to-alls of one forward and backward with an even load."""
     args = replace(TINY_M, n_layers=3, n_dense_layers=1, balance=Balance(force_load_balance=True))
-    meshes = Meshes(Topology(dp_shard=ranks, ep=ranks), "cpu", has_experts=True)
+    meshes = Meshes(topology, "cpu", has_experts=True)
     data = DataParallel(param_dtype=dtype)
     off = ActivationCheckpoint(), Compile()
     model = build_parallel_model(args, meshes, data, *off, torch.float32, 0, torch.device("cpu")).eval()
     tokens = torch.arange(64).view(2, 32)
-    with CommunicationLedger({"ep": meshes.group("ep")}) as ledger:
+    with CommunicationLedger({axis: meshes.group(axis)}) as ledger:
         model(tokens, labels=tokens)[0].backward()
     return [
         (entry.dtype, entry.traffic.count, entry.traffic.bytes)
         for entry in ledger.entries
-        if (entry.axis, entry.op) == ("ep", "all_to_all")
+        if (entry.axis, entry.op) == (axis, "all_to_all")
     ]
 
 
@@ -167,7 +167,7 @@ def test_bytes_are_the_closed_form(ranks: int, dtype: torch.dtype) -> None:
     counts = TINY_M.n_experts * 8 * (1 - 1 / ranks)
     name = str(dtype).removeprefix("torch.")
     expected = sorted([(name, 4 * layers, 4 * layers * each_way), ("int64", layers, layers * counts)])
-    for found in run_ranks(bytes_of_a_step, ranks, ranks, dtype):
+    for found in run_ranks(bytes_of_a_step, ranks, Topology(dp_shard=ranks, ep=ranks), dtype, "ep"):
         assert sorted(found) == expected
 
 

@@ -63,19 +63,27 @@ def test_the_log_is_that_of_a_run_without(tmp_path: Path) -> None:
     assert any("OVERLAP_F_B" in slot["slot"] for slot in timeline["ranks"][0])
 
 
+def run_that_fails(folder: Path, backward: Any, more: dict[str, object]) -> list[Any]:
+    """How the 4 ranks of a run end whose backward in the pipeline is `backward`: none of them well."""
+    keys = {**TINY, **{key.replace("__", "."): value for key, value in (KEYS | OVERLAP).items()}, **more}
+    keys |= {"training.dataset_path": write_rows(folder / "rows.jsonl"), "job.dump_folder": folder / "run"}
+    (folder / "empty.toml").write_text("")
+    words = ["--config", str(folder / "empty.toml"), *(f"--{key}={value}" for key, value in keys.items())]
+
+    def body(rank: int) -> None:
+        pipeline_schedule._Pass._differentiate = backward  # type: ignore[method-assign]
+        train(words)
+
+    ended = fork_ranks(body, 4, folder, 60)
+    assert [rank.status for rank in ended] == [1] * 4
+    return ended
+
+
 def test_a_rank_that_hangs_in_an_overlapped_slot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both places of its Python are said, and which collective the others stand in."""
     monkeypatch.setattr(watchdog_module, "GRACE", 2.0)
-    keys = {**TINY, **{key.replace("__", "."): value for key, value in (KEYS | OVERLAP).items()}}
-    keys |= {
-        "training.dataset_path": write_rows(tmp_path / "rows.jsonl"),
-        "job.dump_folder": tmp_path / "run",
-        "comm.train_timeout_seconds": 2,
-    }
-    (tmp_path / "empty.toml").write_text("")
-    words = ["--config", str(tmp_path / "empty.toml"), *(f"--{key}={value}" for key, value in keys.items())]
     differentiate, steps = pipeline_schedule._Pass._differentiate, list[Any]()
 
     def stuck_beside_a_forward(self: Any, action: Any) -> None:
@@ -86,12 +94,7 @@ def test_a_rank_that_hangs_in_an_overlapped_slot(
             time.sleep(0.05)
         differentiate(self, action)
 
-    def body(rank: int) -> None:
-        pipeline_schedule._Pass._differentiate = stuck_beside_a_forward  # type: ignore[method-assign]
-        train(words)
-
-    ended = fork_ranks(body, 4, tmp_path, 60)
-    assert [rank.status for rank in ended] == [1] * 4
+    run_that_fails(tmp_path, stuck_beside_a_forward, {"comm.train_timeout_seconds": 2})
     assert main(["diagnose", str(tmp_path / "run")]) == 0
     text = capsys.readouterr().out
     assert "rank 1 did not come" in text and "all_to_all" in text
@@ -101,13 +104,6 @@ def test_a_rank_that_hangs_in_an_overlapped_slot(
 
 
 def test_an_error_in_the_second_thread_is_the_error_of_the_run(tmp_path: Path) -> None:
-    keys = {**TINY, **{key.replace("__", "."): value for key, value in (KEYS | OVERLAP).items()}}
-    keys |= {
-        "training.dataset_path": write_rows(tmp_path / "rows.jsonl"),
-        "job.dump_folder": tmp_path / "run",
-    }
-    (tmp_path / "empty.toml").write_text("")
-    words = ["--config", str(tmp_path / "empty.toml"), *(f"--{key}={value}" for key, value in keys.items())]
     differentiate = pipeline_schedule._Pass._differentiate
 
     def broken_beside_a_forward(self: Any, action: Any) -> None:
@@ -115,11 +111,6 @@ def test_an_error_in_the_second_thread_is_the_error_of_the_run(tmp_path: Path) -
             raise ArithmeticError("a number went missing")
         differentiate(self, action)
 
-    def body(rank: int) -> None:
-        pipeline_schedule._Pass._differentiate = broken_beside_a_forward  # type: ignore[method-assign]
-        train(words)
-
-    ended = fork_ranks(body, 4, tmp_path, 60)
-    assert [rank.status for rank in ended] == [1] * 4
+    ended = run_that_fails(tmp_path, broken_beside_a_forward, {})
     assert "ArithmeticError: a number went missing" in ended[1].stderr
     assert "broken_beside_a_forward" in ended[1].stderr

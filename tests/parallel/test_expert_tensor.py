@@ -22,17 +22,15 @@ from tests.parallel.test_expert import (
     SIGMOID,
     case,
     first_half,
-    large_experts,
     named,
     one_hot_expert,
     poisoned,
     with_experts,
 )
-from tests.parity import TINY_LATENT, UNEQUAL, Case, assert_parity, close, layout, reference
+from tests.parallel.test_expert_dispatch import bytes_of_a_step
+from tests.parity import TINY_LATENT, UNEQUAL, Case, assert_parity, layout, reference
 from titan5d.config.schema_execution import ActivationCheckpoint, Compile
 from titan5d.launch.local_ranks import run_ranks
-from titan5d.metrics.ledger import CommunicationLedger
-from titan5d.models.args import Balance
 from titan5d.models.moe import Rows
 from titan5d.parallel import expert_dispatch
 from titan5d.parallel.apply import build_parallel_model
@@ -180,19 +178,6 @@ def test_ranks_start_equal(args: Any, degrees: dict[str, int]) -> None:
             assert torch.equal(outcome.weights[name], weight), name
 
 
-def test_one_norm_clips_all_ranks_alike() -> None:
-    """The slices of some experts dominate the norm; every rank must clip by the sum of them all."""
-    one = case(dp_shard=4, ep=2, etp=2, prepare=large_experts, max_norm=0.1)
-    expected = reference(one)
-    ranks = layout(one, TIMEOUT)
-    assert expected.norms[0] > 0.2  # it clips
-    for outcome in ranks:
-        close(outcome.norms, expected.norms, 1e-5, "norm")
-        assert outcome.norms == ranks[0].norms
-        for name, weight in ranks[0].weights.items():
-            assert torch.equal(outcome.weights[name], weight), name
-
-
 def test_gradients_are_what_their_placements_say() -> None:
     assert run_ranks(audited, 4, case(dp_shard=2, tp=2, etp=2, accumulation=2), timeout=TIMEOUT) == [""] * 4
 
@@ -278,23 +263,6 @@ def test_summands_are_added_in_fp32_and_rounded_once() -> None:
     assert (found[300:] == 0).all()
 
 
-def bytes_of_a_step(topology: Topology, dtype: torch.dtype) -> list[tuple[str, int, float]]:
-    """(type, calls, bytes sent) of the all-to-alls of one forward and backward with an even load."""
-    args = replace(TINY_M, n_layers=3, n_dense_layers=1, balance=Balance(force_load_balance=True))
-    meshes = Meshes(topology, "cpu", has_experts=True)
-    off = ActivationCheckpoint(), Compile()
-    data = DataParallel(param_dtype=dtype)
-    model = build_parallel_model(args, meshes, data, *off, torch.float32, 0, torch.device("cpu")).eval()
-    tokens = torch.arange(64).view(2, 32)
-    with CommunicationLedger({"ep_etp": meshes.group("ep_etp")}) as ledger:
-        model(tokens, labels=tokens)[0].backward()
-    return [
-        (entry.dtype, entry.traffic.count, entry.traffic.bytes)
-        for entry in ledger.entries
-        if (entry.axis, entry.op) == ("ep_etp", "all_to_all")
-    ]
-
-
 @pytest.mark.parametrize(
     ("topology", "dtype"),
     [(Topology(dp_shard=2, etp=2), torch.bfloat16), (Topology(dp_shard=4, ep=2, etp=2), torch.float32)],
@@ -307,7 +275,7 @@ def test_bytes_are_the_closed_form(topology: Topology, dtype: torch.dtype) -> No
     counts = slices * TINY_M.n_experts * 8 * (1 - 1 / ranks)
     name = str(dtype).removeprefix("torch.")
     expected = [(name, 4 * layers, 4 * layers * each_way), ("int64", layers, layers * counts)]
-    for found in run_ranks(bytes_of_a_step, topology.world_size, topology, dtype):
+    for found in run_ranks(bytes_of_a_step, topology.world_size, topology, dtype, "ep_etp"):
         assert sorted(found) == sorted(expected)
 
 

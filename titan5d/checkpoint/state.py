@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan5d.models.decoder import Decoder
+from titan5d.parallel.local_part import placed
 from titan5d.train.muon import Muon
 from titan5d.train.narrow_state import widened
 
@@ -90,14 +91,7 @@ def _zeros_like(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return torch.zeros_like(parameter, requires_grad=False)
     local = parameter.to_local()
-    return DTensor.from_local(
-        torch.zeros(local.shape, dtype=parameter.dtype, device=local.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return placed(torch.zeros(local.shape, dtype=parameter.dtype, device=local.device), parameter)
 
 
 def _counter_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:

@@ -52,7 +52,7 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
     problems += value_problems(config)
     problems += precision_problems(config)
     par = config.parallelism
-    topology = Topology()
+    topology, plan = Topology(), None
     try:
         topology = fill_degree(
             world_size,
@@ -72,8 +72,10 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
         problems += _context(config, args, topology)
         problems += _tensor(config, args, topology)
         problems += expert_problems(config, args, topology)
-        problems += _pipeline(config, args, topology)
-        plan = _working_plan(config, args, topology)
+        wrong = _pipeline(config, args, topology)
+        problems += wrong
+        if topology.pp > 1 and not wrong:
+            plan = _plan(config, args, topology)
         problems += overlap_problems(config, topology, plan)
         problems += layout_precision_problems(
             config, topology, zero_stage(config, topology), plan is not None and plan.splits_backward
@@ -87,7 +89,7 @@ def check(config: Config, args: ModelArgs, world_size: int) -> Layout:
         global_batch_size=global_batch,
         accumulation=global_batch // (config.training.local_batch_size * topology.dp),
         seed=config.training.seed if config.debug.seed is None else config.debug.seed,
-        pipeline=_plan(config, args, topology) if topology.pp > 1 else None,
+        pipeline=plan,
     )
 
 
@@ -327,11 +329,6 @@ def _context(config: Config, args: ModelArgs, topology: Topology) -> list[str]:
 def _plan(config: Config, args: ModelArgs, topology: Topology) -> PipelinePlan:
     rows = _global_batch(config, topology) // topology.dp
     return pipeline_plan(config, args.n_layers, topology.pp, rows)
-
-
-def _working_plan(config: Config, args: ModelArgs, topology: Topology) -> PipelinePlan | None:
-    """None if the layers are not cut, or not in a way that works."""
-    return _plan(config, args, topology) if topology.pp > 1 and not _pipeline(config, args, topology) else None
 
 
 def _pipeline(config: Config, args: ModelArgs, topology: Topology) -> list[str]:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titan5d.models.decoder import Decoder
 from titan5d.parallel.data import fsdp_modules
+from titan5d.parallel.local_part import local_part
 from titan5d.parallel.mesh import Meshes
 from titan5d.parallel.pipeline import PipelineModel
 from titan5d.parallel.replicas import ReplicaSum
@@ -130,7 +131,7 @@ class GradientAudit:
     def _tied_copies(self) -> list[str]:
         """Embedding and head on the ends of a pipeline: two copies of one matrix, so of one gradient, bit by bit."""
         mine = {
-            name: _bits(_local(parameter.grad))
+            name: _bits(local_part(parameter.grad))
             for name, parameter in self.model.named_parameters()
             if name in ("tok_embeddings.weight", "output.weight") and parameter.grad is not None
         }
@@ -162,7 +163,7 @@ def _replicas(name: str, parameter: nn.Parameter, copies: DeviceMesh | None) -> 
     if isinstance(parameter, DTensor):
         placements = grad.placements if isinstance(grad, DTensor) else parameter.placements
         axes += [(parameter.device_mesh, axis, placement) for axis, placement in enumerate(placements)]
-    local = torch.zeros_like(_local(parameter)) if grad is None else _local(grad)
+    local = torch.zeros_like(local_part(parameter)) if grad is None else local_part(grad)
     for mesh, axis, placement in axes:
         if mesh.size(axis) == 1:
             continue
@@ -221,7 +222,7 @@ def _sum(
             total = pieces[group.rank()] if group.rank() < len(pieces) else missing
     if parameter.grad is None:
         return [f"  {name} on rank {dist.get_rank()}: no gradient"] if total.abs().sum() > 0 else []
-    left = _local(parameter.grad).double()
+    left = local_part(parameter.grad).double()
     gap = (left - total).abs().flatten()
     if not axes or not gap.numel() or not bool(torch.isfinite(total).all()):
         return []
@@ -255,11 +256,6 @@ def _bits(tensor: Tensor) -> int:
     words = tensor.contiguous().view(torch.uint8).flatten().long()
     weights = torch.arange(1, words.numel() + 1, device=words.device) * 2654435761
     return int(((words + 1) * weights).sum())
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _axis(mesh: DeviceMesh, axis: int) -> str:

@@ -99,7 +99,8 @@ def apply_data_parallel(
         expert_mesh: the ranks that hold the same experts, likewise; None = the experts are parts of their blocks.
         rounds_once: weights that are stored wider than the model computes are rounded once a step, and that copy kept.
     """
-    rounds = rounds_once and plan.param_dtype != next(model.parameters()).dtype
+    is_mixed = plan.param_dtype != next(model.parameters()).dtype
+    rounds = rounds_once and is_mixed
     cuts_experts = expert_mesh is not None and (rounds or _has_shards(expert_mesh, plan))
     # FSDP2's units share a root, the model: if some are cut, the others are units too, of one shard each
     cuts_rest = rounds or _has_shards(mesh, plan) or cuts_experts
@@ -114,8 +115,7 @@ def apply_data_parallel(
     if cuts_rest:
         _shard(model, mesh, plan, expert_mesh, cuts_experts)
     else:
-        stored = next(model.parameters()).dtype
-        model.compute_dtype = plan.param_dtype if plan.param_dtype != stored else None
+        model.compute_dtype = plan.param_dtype if is_mixed else None
     if whole:
         model.gradient_sum = ReplicaSum(whole, plan.reduce_dtype)
 
@@ -157,12 +157,13 @@ def _shard(
         _wrap(unit if len(unit) > 1 else unit[0], mesh, plan, _reshard(plan, mesh, frees), ignored)
         heads.append([unit[0], *inner])
     _wrap(model, mesh, plan, plan.stage == 3, ignored)
+    over_gloo = mesh.device_type == "cpu" and dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
     scatter: Any = GlooReduceScatter()
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         # gloo has no premultiplied sum; a plain sum is what is wanted anyway
         module.set_force_sum_reduction_for_comms(True)
-        if mesh.device_type == "cpu" and dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
+        if over_gloo:
             module.set_custom_reduce_scatter(scatter)
     _prefetch(heads)
 

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from titan5d.models.decoder import Decoder
 from titan5d.models.products import Products
+from titan5d.parallel.local_part import placed
 from titan5d.parallel.tensor_collectives import TensorCut, summed
 from titan5d.parallel.tensor_products import (
     TensorParallelProducts,
@@ -128,14 +129,7 @@ def accumulate(parameter: Tensor, gradient: Tensor, rows: Rows = None) -> None:
             summand = torch.zeros_like(parameter.to_local())
             summand[slice(*rows)] = gradient
             gradient = summand
-        parameter.grad = DTensor.from_local(
-            gradient,
-            parameter.device_mesh,
-            placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        parameter.grad = placed(gradient, parameter, placements)
         return
     assert isinstance(parameter.grad, DTensor)
     local = parameter.grad.to_local()

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from titan5d.parallel.local_part import local_part, placed
+
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -38,7 +40,7 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
         for axis in axes:
             together.setdefault((grad.device_mesh.get_group(axis), grad.dtype), []).append(parameter)
     for (group, _), alike in together.items():
-        summands = [_local(parameter.grad) for parameter in alike if parameter.grad is not None]
+        summands = [local_part(parameter.grad) for parameter in alike if parameter.grad is not None]
         sums = torch.cat([summand.reshape(-1) for summand in summands])
         dist.all_reduce(sums, group=group)
         for summand, piece in zip(
@@ -47,20 +49,8 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
             summand.copy_(piece.view_as(summand))
     for alike in together.values():
         for parameter in alike:
-            parameter.grad = _declared(parameter.grad, parameter)
-
-
-def _declared(grad: torch.Tensor | None, parameter: nn.Parameter) -> DTensor:
-    """A gradient whose summands are summed, placed as its parameter."""
-    assert isinstance(grad, DTensor) and isinstance(parameter, DTensor)
-    return DTensor.from_local(
-        grad.to_local(),
-        grad.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=grad.shape,
-        stride=grad.stride(),
-    )
+            # summed by now: placed as its parameter
+            parameter.grad = placed(local_part(parameter.grad), parameter)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -80,7 +70,7 @@ def global_norm(
         if grad is None:
             continue
         axes, groups = _sharded_over(grad)
-        by_groups.setdefault(axes, (groups, []))[1].append(_local(grad))
+        by_groups.setdefault(axes, (groups, []))[1].append(local_part(grad))
     total = torch.zeros((), dtype=torch.float32, device=device)
     operation = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
     # Sorted by axis names, which are the same on all ranks: every rank must run its collectives in one order.
@@ -98,7 +88,7 @@ def global_norm(
 @torch.no_grad()
 def clip_by_norm(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scales all gradients by max_norm / norm when norm exceeds max_norm."""
-    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not grads or max_norm <= 0 or math.isinf(max_norm):
         return
     factor = torch.clamp(max_norm / norm, max=1.0)
@@ -120,10 +110,6 @@ def _sharded_over(grad: torch.Tensor) -> tuple[tuple[str, ...], list[dist.Proces
         if mesh.size(axis) > 1 and (isinstance(placement, Shard) or hasattr(placement, "split_factor"))
     ]
     return tuple(names[axis] for axis in axes), [mesh.get_group(axis) for axis in axes]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _power_sum(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titan5d.parallel.local_part import local_part, placed
+
 
 @dataclass
 class Unit:
@@ -118,7 +120,7 @@ def _side_by_side(unit: Unit, dtype: torch.dtype) -> Tensor:
     for parameter in unit.parameters:
         if parameter.grad is None:  # it had no part in the loss here, but may have elsewhere
             parameter.grad = torch.zeros_like(parameter)
-    locals_ = [_local(parameter.grad) for parameter in unit.parameters]
+    locals_ = [local_part(parameter.grad) for parameter in unit.parameters]
     if len(locals_) == 1 and locals_[0].dtype == dtype and locals_[0].is_contiguous():
         return locals_[0].view(-1)
     buffer = torch.cat([grad.reshape(-1).to(dtype) for grad in locals_])
@@ -138,21 +140,8 @@ def _land(unit: Unit) -> None:
 
 def _place(unit: Unit, buffer: Tensor) -> None:
     """Makes the gradients views of `buffer`, which has their type."""
-    sizes = [_local(parameter.grad).numel() for parameter in unit.parameters]
+    sizes = [local_part(parameter.grad).numel() for parameter in unit.parameters]
     for parameter, piece in zip(unit.parameters, buffer.split(sizes), strict=True):
-        parameter.grad = _like(parameter.grad, piece)
-
-
-def _like(grad: Tensor | None, piece: Tensor) -> Tensor:
-    """`piece` in the shape of `grad`, and placed as it."""
-    piece = piece.view(_local(grad).shape)
-    if not isinstance(grad, DTensor):
-        return piece
-    return DTensor.from_local(
-        piece, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
-    )
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        grad = parameter.grad
+        piece = piece.view(local_part(grad).shape)
+        parameter.grad = placed(piece, grad) if isinstance(grad, DTensor) else piece

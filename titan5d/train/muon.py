@@ -33,6 +33,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.adamw import adamw
 
+from titan5d.parallel.local_part import placed
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Jordan's quintic: steep at zero, and after five rounds every singular value is near 1 (0.7 to 1.2)."""
 
@@ -225,15 +227,7 @@ def _gather(update: Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(update, DTensor):
         return update.to(dtype)
     local = update.to_local().to(update.device_mesh.device_type, dtype)
-    shards = DTensor.from_local(
-        local,
-        update.device_mesh,
-        update.placements,
-        run_check=False,
-        shape=update.shape,
-        stride=update.stride(),
-    )
-    return shards.redistribute(placements=_gathered(update)).to_local()
+    return placed(local, update).redistribute(placements=_gathered(update)).to_local()
 
 
 def _spread(param: Tensor, result: Tensor | None, owner: int, dtype: torch.dtype) -> Tensor:
@@ -257,9 +251,7 @@ def _spread(param: Tensor, result: Tensor | None, owner: int, dtype: torch.dtype
             mesh.get_local_rank(later) == place[later] for later in dims[position + 1 :]
         ):
             dist.broadcast(whole, group=mesh.get_group(dim), group_src=place[dim])
-    copies = DTensor.from_local(
-        whole, mesh, gathered, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    copies = placed(whole, param, gathered)
     return copies.redistribute(placements=param.placements).to_local().to(param.device)
 
 

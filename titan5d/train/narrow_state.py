@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from titan5d.parallel.local_part import local_part
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Name -> whether it has a sign."""
@@ -82,9 +83,5 @@ def narrow_loaded_state(optimizer: torch.optim.Optimizer) -> None:
             for field, signed in MOMENTS.items():
                 if field in state:
                     kept = optimizer._new_buffer(parameter, signed)  # type: ignore[attr-defined]
-                    _local(kept).copy_(_local(state[field]))
+                    local_part(kept).copy_(local_part(state[field]))
                     state[field] = kept
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
