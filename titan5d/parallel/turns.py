@@ -31,6 +31,8 @@ THREAD = "second of two in turns"
 """The name of the thread that is not the caller's."""
 LEAVE = 5.0
 """Seconds that the other has to end, once one has failed."""
+LISTEN = 0.5
+"""Seconds after which a wait looks for an interrupt: a signal just before a wait does not end it."""
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -82,7 +84,9 @@ class Turns:
         try:
             thread.start()
             pair.do(pair.first)
-            thread.join(None if pair.error is None else LEAVE)
+            while pair.error is None and thread.is_alive():
+                thread.join(LISTEN)
+            thread.join(LEAVE)
         except (
             BaseException
         ) as error:  # the thread could not start, or an interrupt while the second ended alone
@@ -137,7 +141,8 @@ class _Pair:
         with _without_modes():
             mine.leave()
             self._give_turn(other)
-            mine.turn.acquire()
+            while not mine.turn.acquire(timeout=LISTEN):
+                pass
         if self.error is not None:
             raise _Abandoned
         mine.enter()
