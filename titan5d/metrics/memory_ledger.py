@@ -87,6 +87,7 @@ class MemoryLedger(TorchDispatchMode):
         modules = [module._parameters for module in model.modules() if module._parameters]
         self._places = [_Place(parameters, name) for parameters in modules for name in parameters]
         self._parameters = list(model.parameters())
+        self._shapes: set[torch.Size] = set()  # of whatever stood there
         self._hooks: list[RemovableHandle] = []
         self._states_marked = 0
         for tensor in (*self._parameters, *model.buffers()):
@@ -157,10 +158,15 @@ class MemoryLedger(TorchDispatchMode):
             yield "buffers", kwargs
         elif name.startswith(_REDUCE) and self._purpose(args[1]) == "buffers":  # tensor ranks reduce, too
             yield "buffers", args[0]
-        elif name.startswith("aten._to_copy") and self._purpose(args[0]) in ("gradients", "buffers"):
+        elif name.startswith("aten._to_copy") and self._is_gradient(args[0]):
             yield "gradients", out  # FSDP2 accumulates gradients in the reduce type
         else:
             yield self.made, out
+
+    def _is_gradient(self, tensor: Tensor) -> bool:
+        if self._purpose(tensor) in _MADE and tensor.shape in self._shapes:  # it may be one that nobody told of
+            self._mark_held()
+        return self._purpose(tensor) in ("gradients", "buffers")
 
     def _mark_held(self) -> None:
         """Marks what has become a parameter, a gradient or optimizer state since the last look."""
@@ -170,6 +176,7 @@ class MemoryLedger(TorchDispatchMode):
                 continue
             if parameter is not place.last:
                 place.last = parameter
+                self._shapes.add(parameter.shape)
                 self._mark(parameter, "gathered")  # unless it is one of the weights
                 if parameter.requires_grad and parameter.is_leaf:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._mark_gradient))

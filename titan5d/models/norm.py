@@ -51,12 +51,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        # With n = x * scale:  dL/dweight = sum over rows of g n,  dL/dx = scale (g w - n mean(g w n))
+        # With s = scale:  dL/dweight = sum over rows of g x s,  dL/dx = s (g w - x s^2 mean(g w x))
         x, weight, scale = ctx.saved_tensors
         dim = x.shape[-1]
-        normed, wide_grad, wide_weight = x.float() * scale, grad.float(), weight.float()
-        product = wide_grad * normed
-        grad_weight = product.reshape(-1, dim).sum(0)
+        wide, wide_grad, wide_weight = x.float(), grad.float(), weight.float()
+        product = wide_grad * wide
+        grad_weight = product.reshape(-1, dim).t().mv(scale.reshape(-1))  # (dim, rows), (rows) -> (dim)
         mean = (product @ wide_weight).div_(dim).unsqueeze(-1)  # (..., 1)
-        grad_x = (wide_grad * wide_weight).addcmul_(normed, mean, value=-1).mul_(scale)
+        weighted = wide_grad * wide_weight if grad.dtype == torch.float32 else wide_grad.mul_(wide_weight)
+        grad_x = weighted.addcmul_(wide, mean.mul_(scale.square()), value=-1).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

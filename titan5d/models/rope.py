@@ -102,8 +102,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    turned = x * cos  # fp32, (B, S, H, head_dim)
-    first, second = x.chunk(2, dim=-1)
+    wide = x if x.device.type == "cuda" else x.float()  # CUDA widens in its kernels, the CPU by a copy each time
+    turned = wide * cos  # (B, S, H, head_dim)
+    first, second = wide.chunk(2, dim=-1)
     to_first, to_second = turned.chunk(2, dim=-1)
     sin = sin[..., : sin.shape[-1] // 2]
     to_first.addcmul_(second, sin, value=-direction)

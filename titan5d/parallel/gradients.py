@@ -87,9 +87,12 @@ def global_norm(
 
 @torch.no_grad()
 def clip_by_norm(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scales all gradients by max_norm / norm when norm exceeds max_norm."""
+    """Scales all gradients by max_norm / norm when norm exceeds max_norm; otherwise does not touch them.
+
+    Reading the norm waits for the device, which a step does in any case before its update.
+    """
     grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if not grads or max_norm <= 0 or math.isinf(max_norm):
+    if not grads or max_norm <= 0 or float(norm) <= max_norm:
         return
     factor = torch.clamp(max_norm / norm, max=1.0)
     for device, dtype in {(grad.device, grad.dtype) for grad in grads}:  # two devices under CPU offload
