@@ -65,7 +65,10 @@ def one_process(folder: Path) -> list[float]:
     return result
 
 
-@pytest.mark.parametrize(("ranks_per_node", "layout"), [(1, degrees()), (2, degrees(2, 2, tensor=2))])
+@pytest.mark.parametrize(
+    ("ranks_per_node", "layout"),
+    [(1, degrees()), pytest.param(2, degrees(2, 2, tensor=2), marks=pytest.mark.slow)],
+)
 def test_four_nodes_train_as_one_process(
     tmp_path: Path, four_nodes: Network, ranks_per_node: int, layout: dict[str, Any]
 ) -> None:

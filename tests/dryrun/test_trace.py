@@ -12,8 +12,12 @@ from titan5d.launch.local_ranks import run_ranks
 from titan5d.metrics.flops import FULL_RECOMPUTE, flop_shape, training_flops, work_of
 from titan5d.parallel import tensor_products
 
+SLOW = ("PP x TP", "experts, ZeRO-1, full recompute", "experts x TP")
 
-@pytest.mark.parametrize("name", LAYOUTS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
+)
 def test_memory_and_traffic_are_those_of_a_real_run(name: str) -> None:
     case = LAYOUTS[name]
     ranks = run_ranks(real, case.world, case)

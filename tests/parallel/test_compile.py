@@ -43,7 +43,13 @@ def six_steps(args: ModelArgs, enable: bool) -> tuple[list[int], list[float]]:
     return graphs, losses
 
 
-@pytest.mark.parametrize(("args", "depths"), [(TINY, (4, 12)), (TINY_M, (2, 4))], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("args", "depths"),
+    [
+        pytest.param(TINY, (4, 12), id="dense"),
+        pytest.param(TINY_M, (2, 4), id="experts", marks=pytest.mark.slow),
+    ],
+)
 def test_depth_and_steps_cost_no_compilation(args: ModelArgs, depths: tuple[int, int]) -> None:
     """Case 075: few layers against many; validation may add a graph or two, once."""
     shallow, deep = (replace(args, n_layers=n_layers) for n_layers in depths)

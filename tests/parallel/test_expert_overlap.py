@@ -77,7 +77,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "compiled in parts" else ()) for name in CASES],
+)
 def test_equals_one_process(name: str) -> None:
     assert_parity(CASES[name], timeout=TIMEOUT)
 

@@ -190,6 +190,7 @@ def _budget(share: float) -> tuple[int, dict[str, Tensor]]:
     return kept, {name: parameter.grad for name, parameter in model.named_parameters()}  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_the_compiler_keeps_the_budget() -> None:
     """0 keeps least, 1 keeps most, whatever is kept gradients are the same."""
     shares = (0.0, 0.5, 1.0)

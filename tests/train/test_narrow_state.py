@@ -65,6 +65,7 @@ def test_the_rate_of_a_compiled_update_is_set_in_place() -> None:
     assert schedule.lr == 0.25
 
 
+@pytest.mark.slow
 def test_a_run_trains_and_continues_with_narrow_moments(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl")
     flags: dict[str, Any] = {
