@@ -139,4 +139,5 @@ def _norms_of_runs(tensor: torch.Tensor, p: float) -> torch.Tensor:
     flat = tensor.reshape(-1)
     whole = flat.numel() // RUN * RUN
     runs, rest = flat[:whole].view(-1, RUN), flat[None, whole:]  # (n, RUN), (1, what is left)
-    return torch.cat([torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in (runs, rest)])
+    parts = [part for part in (runs, rest) if part.numel()]
+    return torch.cat([torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in parts])
