@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PEERS = ("plain", "tt", "titan5d")
+PEERS = "plain,tt"
 SAME = {"compile": "single_compile"}  # names of the same layout
-LAYOUTS = "single single_compile ddp2 fsdp2 tp2 pp2_1f1b cp2 moe_single moe_ep2"
+LAYOUTS = "single,single_compile,ddp2,fsdp2,tp2,pp2_1f1b,cp2,moe_single,moe_ep2"
 LIMIT, SETTLE, WARMUP = 300.0, 0.01, 5
 DRIVER = Path(__file__).with_name("peers.py")
 
@@ -173,8 +173,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("harness")
-    parser.add_argument("--layouts", default=LAYOUTS.replace(" ", ","))
-    parser.add_argument("--trainers", default=",".join(PEERS))
+    parser.add_argument("--layouts", default=LAYOUTS)
+    parser.add_argument("--trainers", default=PEERS, help="besides ours")
     parser.add_argument(
         "--add", action="append", default=[], help="NAME:LAYOUT:PRECISION:RANKS:COMMAND, another"
     )

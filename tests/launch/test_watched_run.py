@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
 
 from tests.launch.forked import Ended, fork_ranks
 from tests.train.test_runs import TINY, write_rows
@@ -121,29 +122,29 @@ def _run_and_count(given: list[str]) -> tuple[int, int]:
 
 def _cost_of_a_call(folder: Path) -> float:
     """Seconds that recording adds to a collective."""
-    x, group = torch.ones(8), dist.group.WORLD
-    assert group is not None
+    # what sends nothing wakes no other threads, whose cost is no matter of recording and differs from call to call
+    x, group = torch.ones(8), dist.new_group(backend="fake")
 
     def seconds(times: int = 300) -> float:
         start = time.thread_time()  # of this thread: other programs do not count
         for _ in range(times):
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=group)
         return (time.thread_time() - start) / times
 
     seconds()
     recorder = FlightRecorder(1000)
     recorder.last = LastCall(folder / "page")
-    rounds = []
-    for _ in range(7):
-        bare = seconds()
+    gc.disable()  # as in a run, where collections wait for the end of a step
+    bare, recorded = [], []
+    for _ in range(15):
+        bare.append(seconds())
         with recorder:
-            rounds.append(seconds() - bare)
-    return statistics.median(rounds)
+            recorded.append(seconds())
+    return min(recorded) - min(bare)  # what disturbs only adds
 
 
 def test_what_it_costs(tmp_path: Path) -> None:
-    """About 1% of a step of a model this small, and a healthy run leaves nothing. The bound is for a busy machine, on
-    which microseconds are two or three times as long."""
+    """Less than 1% of a step, even of a model this small; and a healthy run leaves nothing."""
     (cost,) = run_ranks(_cost_of_a_call, 1, tmp_path)
     statuses = run_ranks(_run_and_count, 2, words(tmp_path, training__local_batch_size=4), timeout=100)
     assert [status for status, _ in statuses] == [0, 0]
@@ -153,4 +154,4 @@ def test_what_it_costs(tmp_path: Path) -> None:
     calls = statuses[0][1] / len(lines)
     share = calls * cost / step
     print(f"{calls:.0f} calls a step of {step * 1e3:.1f} ms, {cost * 1e6:.2f} us each: {share:.3%}")
-    assert share < 0.05
+    assert share < 0.01

@@ -91,10 +91,10 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_nor
 
     Reading the norm waits for the device, which a step does in any case before its update.
     """
-    grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if not grads or max_norm <= 0 or float(norm) <= max_norm:
+    if max_norm <= 0 or float(norm) <= max_norm:
         return
-    factor = torch.clamp(max_norm / norm, max=1.0)
+    grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    factor = max_norm / norm
     for device, dtype in {(grad.device, grad.dtype) for grad in grads}:  # two devices under CPU offload
         alike = [grad for grad in grads if (grad.device, grad.dtype) == (device, dtype)]
         torch._foreach_mul_(alike, factor.to(device, dtype))
