@@ -31,7 +31,7 @@ NODE = """
     from titan5d.launch.nodes import read_nodes, torchrun
     nodes, (program, status, ranks) = read_nodes(os.environ), sys.argv[1:]
     waiting = nodes.waiting if nodes.count > 1 else None
-    sys.exit(supervise([*torchrun(nodes, int(ranks)), program, status], os.environ, int(ranks), waiting, 60))
+    sys.exit(supervise(lambda _: [*torchrun(nodes, int(ranks)), program, status], os.environ, int(ranks), waiting, 60))
 """
 
 

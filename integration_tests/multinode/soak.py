@@ -32,6 +32,7 @@ FAULTS = {
     "hang": "a rank hangs in Python",
     "cut": "the cable is cut for 15 to 30 s",
     "node": "a node is killed, and started again 3 s later",
+    "host": "node 0, which hosts the meeting, is killed, and started again 3 s later",
     "elastic": "a node is killed; the other goes on alone until it is back",
 }
 FLAGS: dict[str, Any] = {
@@ -80,7 +81,7 @@ def soak(
 
 
 def inject(fault: str, running: Job, dice: random.Random, limit: float) -> None:
-    """One fault on a random node, or for whole nodes on the one that does not host the meeting."""
+    """One fault, on a random node unless it is a whole node that goes."""
     net, node = running.net, dice.randrange(2)
     if fault in ("kill", "raise", "hang"):
         number = {"kill": signal.SIGKILL, "raise": RAISE, "hang": HANG}[fault]
@@ -92,15 +93,16 @@ def inject(fault: str, running: Job, dice: random.Random, limit: float) -> None:
         net.link(node, "up")
         wait_for_new_ranks(running, 0, limit)
     else:
-        net.kill_node(1)
-        running.nodes.pop(1).wait(timeout=10)
+        gone = 0 if fault == "host" else 1
+        net.kill_node(gone)
+        running.nodes.pop(gone).wait(timeout=10)
         if fault == "elastic":
             wait_for_new_ranks(running, 0, limit)
             running.wait_for_step(running.last_step() + dice.randrange(1, 30), within=limit)
         else:
             time.sleep(3)
-        running.start(1)
-        wait_for_new_ranks(running, 0, limit)
+        running.start(gone)
+        wait_for_new_ranks(running, 1 - gone, limit)
 
 
 def wait_for_new_ranks(running: Job, node: int, limit: float) -> None:

@@ -3,7 +3,7 @@
     fault                          no restarts                     MAX_RESTARTS > 0
     a rank is killed or raises     all nodes end, status 1         resumes, same losses
     a node is gone                 the others end, status 1        NNODES=1:2 goes on with one; NNODES=2 waits for it
-    node 0 (the meeting) is gone   the others end, status 1        the same
+    node 0 (the meeting) is gone   the others end, status 1        the others wait for it, status 1 if it stays away
     the cable is cut               status 1 after comm.train_timeout_seconds, or goes on if it is back before
     a rank hangs in Python         status 1 after that and 30 s    resumes
     a node never comes             status 1 after comm.init_timeout_seconds
@@ -152,31 +152,53 @@ def test_without_a_node_an_elastic_run_goes_on_with_the_rest(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_a_node_that_is_killed_and_comes_back(
-    tmp_path: Path, two_nodes: Network, undisturbed: list[float], restarts: int
+    tmp_path: Path, two_nodes: Network, undisturbed: list[float], restarts: int, node: int
 ) -> None:
+    """Also node 0, which hosts the meeting."""
     with disturbed(two_nodes, tmp_path, restarts=restarts) as running:
-        two_nodes.kill_node(1)
+        two_nodes.kill_node(node)
         if not restarts:
-            assert running.statuses(within=30)[0] == 1
+            assert running.statuses(within=30)[1 - node] == 1
             return
         time.sleep(5)
-        running.start(1)
-        assert running.statuses(within=STARTS) == {0: 0, 1: 0}
+        running.start(node)
+        assert running.statuses(within=2 * STARTS) == {0: 0, 1: 0}
         assert_went_on(running, tmp_path, undisturbed)
+        assert ("has lost the meeting on node 0 and joins again" in running.log(1)) == (node == 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", [{"restarts": 0}, {"restarts": 2}, {"restarts": 3, "nodes": "1:2"}])
 def test_without_node_0_the_others_end(tmp_path: Path, two_nodes: Network, how: dict[str, Any]) -> None:
-    """It hosts the meeting."""
-    with disturbed(two_nodes, tmp_path, **how) as running:
+    """It hosts the meeting. With restarts they give it 20 s to come back."""
+    with disturbed(two_nodes, tmp_path, flags={"comm__init_timeout_seconds": 20}, **how) as running:
         two_nodes.kill_node(0)
         del running.nodes[0]
         assert running.statuses(within=90) == {1: 1}
         assert "10.77.0.1" in running.log(1)
+        if how["restarts"]:
+            assert "finds nothing at 10.77.0.1:29555" in running.log(1)
+            assert "given up after 20 s" in running.log(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_node_0_may_come_long_after_the_others(
+    tmp_path: Path, two_nodes: Network, undisturbed: list[float]
+) -> None:
+    """Later than the minute torchrun itself looks for it."""
+    argv = words(tmp_path, "run", **{**FLAGS, "comm__init_timeout_seconds": 120})
+    with job(two_nodes, tmp_path, argv, tmp_path / "run", started=0, restarts=1) as running:
+        running.start(1)
+        time.sleep(80)
+        running.start(0)
+        assert running.statuses(within=2 * STARTS) == {0: 0, 1: 0}
+        assert losses(tmp_path, "run") == pytest.approx(undisturbed, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -52,7 +52,30 @@ SUPERVISOR = """
     supervise.FIRST_NOTE = 0.3
     waiting, limit = ((lambda: "node 0 waits"), 1.0) if "waiting" in sys.argv else (None, 60.0)
     command = [word for word in sys.argv[1:] if word != "waiting"]
-    sys.exit(supervise.supervise([sys.executable, *command], os.environ, 2, waiting, limit))
+    sys.exit(supervise.supervise(lambda _: [sys.executable, *command], os.environ, 2, waiting, limit))
+"""
+
+
+ONE_RANK_FAILS = """
+    import os, subprocess, sys, time
+    left = int(sys.argv[1])
+    print("launched with %d left" % left, flush=True)
+    if left == 2:  # the first launcher: its ranks end, and so does the meeting
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(1)"], env={**os.environ, "LOCAL_RANK": "0"})
+        sys.exit(1)
+"""
+JOINS_AGAIN = """
+    import os, sys
+    from titan5d.launch import supervise
+    supervise.BETWEEN_LAUNCHES = supervise.WITH_RANKS = 0.1
+    supervise.FIRST_NOTE = 60.0
+    answers, restarts, command = sys.argv[1] == "answers", int(sys.argv[2]), sys.argv[3]
+    sys.exit(
+        supervise.supervise(
+            lambda left: [sys.executable, command, str(left)],
+            os.environ, 1, lambda: "node 1 waits", 2.0, "node 1", restarts, lambda: answers,
+        )
+    )
 """
 
 
@@ -145,3 +168,44 @@ def test_the_launcher_hears_of_the_death_of_its_supervisor(tmp_path: Path):
 def test_the_status_of_a_launcher_whose_ranks_recorded_nothing(launcher_code: int, expected: int, tmp_path: Path):
     run = start(tmp_path, script(tmp_path, "launcher.py", f"raise SystemExit({launcher_code})"))
     assert ends(run)[0] == expected
+
+
+def join_again(folder: Path, meeting: str, restarts: int, launcher: str) -> tuple[int, list[str], str]:
+    """Status, lines of the launchers, and what the supervisor said."""
+    command = [script(folder, "supervisor.py", JOINS_AGAIN), meeting, str(restarts), script(folder, "l.py", launcher)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, *command], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    return result.returncode, result.stdout.splitlines(), result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are seen in /proc")
+@pytest.mark.parametrize("meeting", ["answers", "is gone"])  # node 0 may be back at once
+def test_a_launcher_that_lost_the_meeting_is_started_again_with_the_restarts_that_are_left(
+    meeting: str, tmp_path: Path
+):
+    code, launched, said = join_again(tmp_path, meeting, 2, ONE_RANK_FAILS)
+    assert (code, launched) == (0, ["launched with 2 left", "launched with 1 left"])
+    assert said == "titan5d: node 1 has lost the meeting on node 0 and joins again; restarts left: 1\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are seen in /proc")
+def test_a_launcher_that_has_used_its_restarts_is_not_started_again(tmp_path: Path):
+    always = ONE_RANK_FAILS.replace("if left == 2", "for _ in range(left + 1)")
+    always = always.replace("    sys.exit(1)", "sys.exit(1)")  # after all of its ranks
+    code, launched, _ = join_again(tmp_path, "answers", 1, always)
+    assert (code, launched) == (1, ["launched with 1 left"])
+
+
+def test_a_node_whose_node_0_does_not_come_looks_for_it_until_the_time_is_up(tmp_path: Path):
+    launcher = "import sys; print(sys.argv[1], flush=True); sys.exit(1)"
+    code, launched, said = join_again(tmp_path, "is gone", 1, launcher)
+    assert code == 1
+    assert len(launched) > 2 and set(launched) == {"1"}, "no restart is used up"
+    assert said == "titan5d: node 1 waits: given up after 2 s\n"
+
+
+def test_a_launcher_that_fails_while_node_0_answers_is_not_started_again(tmp_path: Path):
+    code, launched, _ = join_again(tmp_path, "answers", 1, "print('once'); raise SystemExit(1)")
+    assert (code, launched) == (1, ["once"])

@@ -65,6 +65,21 @@ class Nodes:
         """Whether each node knows its ranks beforehand; nodes that may meet again have a rendezvous instead."""
         return self.restarts == 0 and len(self.counts) == 1
 
+    @property
+    def may_join_again(self) -> bool:
+        """Whether this node goes on when node 0, which hosts the meeting, was gone and is back.
+
+        The launcher sees the ranks, and so the restarts that are used up, on Linux only."""
+        return self.rank > 0 and self.restarts > 0 and sys.platform == "linux"
+
+    def meets(self) -> bool:
+        """Whether the meeting on node 0 answers."""
+        try:
+            with socket.create_connection((self.address, self.port or DEFAULT_PORT), timeout=5):
+                return True
+        except OSError:
+            return False
+
     def waiting(self) -> str:
         """What to say while the other nodes have not come."""
         assert self.port is not None
@@ -143,14 +158,18 @@ def _node_counts(environ: Mapping[str, str], problems: list[str]) -> tuple[int |
     return fewest, max(most, 1)
 
 
-def torchrun(nodes: Nodes, ranks: int, join_timeout: float = 300.0) -> list[str]:
+def torchrun(
+    nodes: Nodes, ranks: int, join_timeout: float = 300.0, restarts_left: int | None = None
+) -> list[str]:
     """The torchrun command for this node's `ranks`, without the program they run.
 
     Args:
         join_timeout: seconds for the nodes to meet, at the start and after each failure.
+        restarts_left: of `nodes.restarts`; None: all.
     """
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    restarts = [f"--max-restarts={nodes.restarts}"] if nodes.restarts else []
+    left = nodes.restarts if restarts_left is None else restarts_left
+    restarts = [f"--max-restarts={left}"] if left else []
     if nodes.count == 1 and nodes.port is None:
         # --local-addr: the ranks meet at this address, not at a host name that may not resolve
         return [*start, *restarts, "--standalone", "--local-addr=127.0.0.1"]

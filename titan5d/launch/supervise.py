@@ -6,6 +6,9 @@
     Ctrl-C again              torchrun; killed 5 s later      torchrun, which kills ranks that take over 30 s
     this process is killed    torchrun gets SIGTERM (Linux)   torchrun gets SIGTERM (Linux)
 
+torchrun ends for good when node 0, which hosts the meeting, is gone; it is started again here while restarts are left,
+and waits for node 0 to come back.
+
 torchrun itself would answer the first signal with 30 seconds, which is short for a large checkpoint, and a traceback.
 """
 
@@ -32,24 +35,31 @@ GRACE_AFTER_RANKS = 60.0
 """The same for one whose ranks have ended, while those of other nodes may still be leaving."""
 WITH_RANKS = 2.0
 """Seconds between two looks at whether ranks that failed have been started again."""
+BETWEEN_LAUNCHES = 2.0
+"""Seconds before a launcher that had lost node 0 is started again."""
 FIRST_NOTE, NEXT_NOTE = 20.0, 60.0
 """Seconds after which, and between which, a node says that it waits for others."""
 
 
 def supervise(
-    command: Sequence[str],
+    command: Callable[[int], Sequence[str]],
     environ: Mapping[str, str],
     ranks: int,
     waiting: Callable[[], str] | None = None,
     join_timeout: float = 300.0,
     node: str = "this node",
+    restarts: int = 0,
+    meets: Callable[[], bool] | None = None,
 ) -> int:
-    """Runs the launcher `command` until it has ended and returns the exit status of its `ranks`.
+    """Runs the launcher until it has ended and returns the exit status of its `ranks`.
 
     Args:
+        command: number of restarts that are left -> the launcher's.
         waiting: on one of several nodes, what to say while the others have not come.
         join_timeout: seconds after which the wait for them is given up.
         node: what to call this node in the sentence about its first failure.
+        restarts: how often ranks may be started again.
+        meets: on a node that can join again, whether the meeting on node 0 answers.
     """
     with tempfile.TemporaryDirectory(prefix="titan5d-status-") as folder:
 
@@ -58,94 +68,129 @@ def supervise(
             if failed:
                 print(f"titan5d: {failed}", file=sys.stderr, flush=True)
 
-        launcher = _Launcher(command, {**environ, exit_status.FOLDER: folder}, report)
-        code = launcher.wait(waiting, join_timeout)
-        status = exit_status.combine(Path(folder), ranks, code)
-        if status == exit_status.FAILED:
-            report(launcher.ranks)
-        return status
+        left = restarts
+        with _Launcher({**environ, exit_status.FOLDER: folder}, report) as launcher:
+            while True:
+                code = launcher.run(command(left), waiting, join_timeout)
+                status = exit_status.combine(Path(folder), ranks, code)
+                if status == exit_status.FAILED:
+                    report(launcher.ranks)
+                left -= launcher.starts
+                if status != exit_status.FAILED or meets is None or launcher.given_up or left < 0:
+                    return status
+                if launcher.starts == 0 and meets():  # it had a meeting, and failed all the same
+                    return status
+                if launcher.starts > 0:
+                    again = f"{node} has lost the meeting on node 0 and joins again"
+                    print(f"titan5d: {again}; restarts left: {left}", file=sys.stderr, flush=True)
+                    launcher.ranks = set()  # they have been reported
+                time.sleep(BETWEEN_LAUNCHES)
 
 
 class _Launcher:
-    """The process of torchrun, with the signals of this one passed on to it or to its ranks while `wait` runs.
+    """The processes of torchrun, one after another, with the signals of this one passed on to it or to its ranks.
 
     Attributes:
         ranks: the process ids of their last start. `report` gets those of a start that is over, if another follows.
+        starts: how often the launcher of the last `run` has started ranks.
+        given_up: nothing is to be started any more: a signal asked for the end, or other nodes did not come.
     """
 
-    def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], report: Callable[[set[int]], None]
-    ) -> None:
+    def __init__(self, environ: Mapping[str, str], report: Callable[[set[int]], None]) -> None:
+        self.environ, self.report = environ, report
         self.ranks: set[int] = set()
-        self.report = report
+        self.starts = 0
         self.asked_to_stop_at: float | None = None
         self.interrupts = 0
+        self.timed_out = False
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> _Launcher:
+        self.handlers = {stop: signal.signal(stop, self._pass_on) for stop in STOPS}
+        self._without_ranks_from_now()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for stop, handler in self.handlers.items():
+            signal.signal(stop, handler)
+
+    @property
+    def given_up(self) -> bool:
+        return self.timed_out or self.asked_to_stop_at is not None
+
+    def run(self, command: Sequence[str], waiting: Callable[[], str] | None, join_timeout: float) -> int:
+        """Until the launcher has ended. Without ranks it waits for other nodes: at the start and after a failure."""
+        self.starts = 0
         # No signal may come between the start of the launcher and the moment it can be passed on
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-        self.handlers = {stop: signal.signal(stop, self._pass_on) for stop in STOPS}
         try:
-            self.process = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=_before_launcher)
+            if self.asked_to_stop_at is not None:
+                return exit_status.FAILED
+            self.process = subprocess.Popen(
+                command, env=self.environ, start_new_session=True, preexec_fn=_before_launcher
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-
-    def wait(self, waiting: Callable[[], str] | None, join_timeout: float) -> int:
-        """Until the launcher has ended. Without ranks it waits for other nodes: at the start and after a failure."""
         grace = GRACE_WITHOUT_RANKS
-        try:
-            while sys.platform == "linux":
-                code = self._until_there_are_ranks(waiting, join_timeout, grace)
-                if grace == GRACE_AFTER_RANKS and self.asked_to_stop_at is not None:
-                    self.process.terminate()  # ranks that failed while they stopped need not start again
-                grace = GRACE_AFTER_RANKS
-                while code is None and self._ranks_live():
-                    code = self._ended(WITH_RANKS)
-                if code is not None:
-                    return code
-            return self.process.wait()
-        finally:
-            for stop, handler in self.handlers.items():
-                signal.signal(stop, handler)
-
-    def _until_there_are_ranks(
-        self, waiting: Callable[[], str] | None, join_timeout: float, grace: float
-    ) -> int | None:
-        """The exit status of a launcher that ended without (further) ranks, else None."""
-        started = time.monotonic()
-        note_at = started + FIRST_NOTE
-        while not self._ranks_live():
-            code = self._ended(0.2)
+        while sys.platform == "linux":
+            code = self._until_there_are_ranks(self.process, waiting, join_timeout, grace)
+            if self.starts > 1 and self.asked_to_stop_at is not None:
+                self.process.terminate()  # ranks that failed while they stopped need not start again
+            grace = GRACE_AFTER_RANKS
+            while code is None and self._ranks_live(self.process):
+                code = self._ended(self.process, WITH_RANKS)
+                self._without_ranks_from_now()
             if code is not None:
                 return code
-            now = time.monotonic()
-            if self.asked_to_stop_at is not None and now > max(started, self.asked_to_stop_at) + grace:
-                self.process.kill()
-            elif waiting and now > started + join_timeout:
+        return self.process.wait()
+
+    def _without_ranks_from_now(self) -> None:
+        self.alone_since = time.monotonic()
+        self.note_at = self.alone_since + FIRST_NOTE
+
+    def _until_there_are_ranks(
+        self,
+        process: subprocess.Popen[bytes],
+        waiting: Callable[[], str] | None,
+        join_timeout: float,
+        grace: float,
+    ) -> int | None:
+        """The exit status of a launcher that ended without (further) ranks, else None."""
+        while not self._ranks_live(process):
+            code, now = self._ended(process, 0.2), time.monotonic()
+            if waiting and now > self.alone_since + join_timeout and not self.given_up:
                 print(f"titan5d: {waiting()}: given up after {join_timeout:g} s", file=sys.stderr, flush=True)
-                self.process.kill()
-            elif waiting and now > note_at:
+                self.timed_out = True
+            if code is not None:
+                return code
+            asked = self.asked_to_stop_at
+            if self.timed_out or (asked is not None and now > max(self.alone_since, asked) + grace):
+                process.kill()
+            elif waiting and now > self.note_at:
                 print(f"titan5d: {waiting()}", file=sys.stderr, flush=True)
-                note_at = now + NEXT_NOTE
+                self.note_at = now + NEXT_NOTE
         return None
 
-    def _ranks_live(self) -> bool:
+    def _ranks_live(self, process: subprocess.Popen[bytes]) -> bool:
         """Whether there are ranks; takes note of them."""
-        ranks = set(rank_processes(self.process.pid))
+        ranks = set(rank_processes(process.pid))
         if ranks and not ranks & self.ranks:
             self.report(self.ranks)
             self.ranks = set()
+            self.starts += 1
         self.ranks |= ranks
         return bool(ranks)
 
-    def _ended(self, within: float) -> int | None:
+    def _ended(self, process: subprocess.Popen[bytes], within: float) -> int | None:
         """The launcher's exit status, if it ends `within` so many seconds."""
         with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(timeout=within)
+            return process.wait(timeout=within)
         return None
 
     def _pass_on(self, number: int, frame: object) -> None:
         self.asked_to_stop_at = self.asked_to_stop_at or time.monotonic()
         self.interrupts += number == signal.SIGINT
-        if self.process.poll() is not None:
+        if self.process is None or self.process.poll() is not None:
             return
         receivers = rank_processes(self.process.pid) if self.interrupts < 2 else []
         for pid in receivers or [self.process.pid]:

@@ -17,7 +17,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from titan5d.launch.devices import count_cores, count_gpus, torch_build
 from titan5d.launch.nodes import (
     Nodes,
     Refused,
+    address_towards,
     integer,
     raise_if,
     read_nodes,
@@ -71,10 +72,16 @@ def main(argv: Sequence[str]) -> int:
         check_python()
         nodes = read_nodes(os.environ)
         run = prepare(argv, os.environ, nodes)
-        command = [*torchrun(nodes, run.ranks, run.init_timeout), "-m", "titan5d", "train", *run.arguments]
+        if nodes.count > 1:  # known now; node 0 may be gone when ranks are started again
+            nodes = replace(nodes, local_address=nodes.local_address or address_towards(nodes.address))
     except Refused as refused:
         print(refused, file=sys.stderr)
         return exit_status.REFUSED
+
+    def command(restarts_left: int) -> list[str]:
+        launcher = torchrun(nodes, run.ranks, run.init_timeout, restarts_left)
+        return [*launcher, "-m", "titan5d", "train", *run.arguments]
+
     environ = {**rank_environment(os.environ, run), **rendezvous_environment(os.environ, nodes)}
     node = ""
     if nodes.count > 1:
@@ -83,7 +90,8 @@ def main(argv: Sequence[str]) -> int:
     print(f"titan5d: ranks on the {place}{node}: {run.ranks} (NGPU=n starts n)", file=sys.stderr)
     waiting = nodes.waiting if nodes.count > 1 else None
     name = f"node {nodes.rank} of {nodes.count} ({socket.gethostname()})" if nodes.count > 1 else "this node"
-    return supervise(command, environ, run.ranks, waiting, run.init_timeout, name)
+    meets = nodes.meets if nodes.may_join_again else None
+    return supervise(command, environ, run.ranks, waiting, run.init_timeout, name, nodes.restarts, meets)
 
 
 def check_python() -> None:
