@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.train.test_optimizer import HIDDEN, SHAPES, Section, parameters, set_gradients, train
 from titan5d.launch.local_ranks import run_ranks
@@ -79,6 +80,42 @@ def test_elementwise_optimizers_on_a_cut(name: str, implementation: str):
     result = run_ranks(train_cut, 4, config, "FSDP over tensor rows", torch.float32)[3]
     for key in SHAPES:
         torch.testing.assert_close(result[key], expected[key], rtol=1e-6, atol=1e-7)
+
+
+class Cuts(TorchDispatchMode):
+    """Notes the operators that were given DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            self.names.add(str(func))
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
+
+
+def operators_on_cuts(config: Section) -> set[str]:
+    """In the second step, which makes no state any more."""
+    mesh = init_device_mesh("cpu", (2,))
+    kept = {name: param for name, param in parameters().items() if name not in HIDDEN}
+    params = {name: torch.nn.Parameter(cut(param.detach(), mesh, (Shard(0),))) for name, param in kept.items()}
+    optimizer = build_optimizer(params.items(), config)
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with Cuts() as cuts:
+        optimizer.step()
+    return cuts.names
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Muon"])
+@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
+def test_adam_steps_the_shards_themselves(name: str, implementation: str):
+    """torch takes seconds to decide how hundreds of parameters are cut."""
+    config = Section(name=name, implementation=implementation)  # type: ignore[arg-type]
+    assert run_ranks(operators_on_cuts, 2, config) == [set(), set()]
 
 
 def unreduced_gradient(shape: tuple[int, ...], placement: Placement) -> tuple[Tensor, Tensor, int]:

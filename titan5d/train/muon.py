@@ -33,7 +33,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.adamw import adamw
 
-from titan5d.parallel.local_part import placed
+from titan5d.parallel.local_part import local_part, placed
+from titan5d.train.adam import placed_gradient
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Jordan's quintic: steep at zero, and after five rounds every singular value is near 1 (0.7 to 1.2)."""
@@ -121,10 +122,10 @@ class Muon(torch.optim.Optimizer):
                 self.state[param]["exp_avg"] = torch.zeros_like(param)
                 self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
         adamw(
-            params,
-            [_gradient(param) for param in params],
-            [self.state[param]["exp_avg"] for param in params],
-            [self.state[param]["exp_avg_sq"] for param in params],
+            [local_part(param) for param in params],
+            [local_part(placed_gradient(param)) for param in params],
+            [local_part(self.state[param]["exp_avg"]) for param in params],
+            [local_part(self.state[param]["exp_avg_sq"]) for param in params],
             [],
             [self.state[param]["step"] for param in params],
             foreach=self.foreach,
@@ -157,7 +158,7 @@ class Muon(torch.optim.Optimizer):
             state = self.state[param]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(param)
-            gradient = _gradient(param)
+            gradient = placed_gradient(param)
             state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
             update = gradient.lerp(state["momentum_buffer"], group["momentum"])
             whole = _gather(update, self.dtype)
@@ -170,18 +171,6 @@ class Muon(torch.optim.Optimizer):
             param.mul_(1 - group["lr"] * group["weight_decay"])
             local = param.to_local() if isinstance(param, DTensor) else param
             local.add_(update, alpha=-group["lr"] * 0.2 * sqrt(max(rows, columns)))
-
-
-def _gradient(param: Tensor) -> Tensor:
-    """The gradient laid out like its parameter; partial sums are summed."""
-    assert param.grad is not None
-    if (
-        isinstance(param, DTensor)
-        and isinstance(param.grad, DTensor)
-        and param.grad.placements != param.placements
-    ):
-        return param.grad.redistribute(placements=param.placements)
-    return param.grad
 
 
 def _gathered(param: DTensor) -> list[Placement]:

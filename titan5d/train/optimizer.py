@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan5d.train.adam import Adam, AdamW
 from titan5d.train.muon import Muon
 from titan5d.train.narrow_state import narrow_adam
 
@@ -75,9 +76,9 @@ def build_optimizer(
     if config.state_dtype != "float32":
         return narrow_adam(groups, config.name == "AdamW", config.state_dtype, config.lr, betas, config.eps)
     if config.name == "AdamW":
-        return torch.optim.AdamW(groups, config.lr, betas, config.eps, foreach=foreach, fused=fused)
+        return AdamW(groups, config.lr, betas, config.eps, foreach=foreach, fused=fused)
     if config.name == "Adam":
-        return torch.optim.Adam(groups, config.lr, betas, config.eps, foreach=foreach, fused=fused)
+        return Adam(groups, config.lr, betas, config.eps, foreach=foreach, fused=fused)
     if config.name == "SGD":
         if fused and any(isinstance(param, DTensor) for group in groups for _, param in group["params"]):
             # torch has no fused SGD for sharded parameters; foreach computes the same
