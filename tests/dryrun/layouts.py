@@ -65,7 +65,7 @@ PAR = "parallelism"
 LAYOUTS = {
     "one rank": dense(1, "training.global_batch_size 2"),
     **{
-        f"ZeRO-{stage}, accumulation": dense(2, f"{PAR}.zero_stage {stage}", "training.global_batch_size 8")
+        f"ZeRO-{stage}, accumulation": dense(2, f"{PAR}.zero_stage {stage}", "training.global_batch_size 20")
         for stage in range(4)
     },
     "ZeRO-3, bf16, full recompute": dense(
@@ -175,7 +175,7 @@ def real(case: Small) -> tuple[MemoryUse, MemoryUse, list[Entry]]:
     optimizer = build_optimizer(
         model.named_parameters(), config.optimizer, DTYPES[config.training.mixed_precision_param]
     )
-    batches = assumed_batches(config, layout, case.documents)
+    batches = assumed_batches(config, layout.accumulation, case.documents)
 
     def step() -> None:
         max_norm, stage = config.training.max_norm, layout.zero_stage

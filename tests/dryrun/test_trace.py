@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dryrun.layouts import LAYOUTS, PAR, dense, dry, experts, real
+from tests.dryrun.layouts import LAYOUTS, PAR, Small, dense, dry, experts, real
+from titan5d.dryrun import trace
 from titan5d.dryrun.kinds import RankKind
 from titan5d.dryrun.trace import Assumed, TraceError, trace_rank
 from titan5d.launch.local_ranks import run_ranks
@@ -31,6 +32,43 @@ def test_memory_and_traffic_are_those_of_a_real_run(name: str) -> None:
             )
         assert list(found.traffic) == traffic, f"rank {rank}"
         assert found.garbage < 1024  # a few scalars of a pipeline's pass
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            pytest.param(dense(2, f"{PAR}.zero_stage {stage}", "training.global_batch_size 24"), id=f"ZeRO-{stage}")
+            for stage in range(4)
+        ),
+        pytest.param(
+            experts(2, f"{PAR}.expert_parallel_degree 2", f"{PAR}.zero_stage 3", "training.global_batch_size 24"),
+            id="experts",
+        ),
+        pytest.param(
+            dense(
+                4,
+                f"{PAR}.tensor_parallel_degree 2",
+                "training.global_batch_size 24",
+                "activation_checkpoint.mode full",
+            ),
+            id="TP x FSDP, recompute",
+        ),
+    ],
+)
+def test_micro_batches_that_are_not_traced_count(case: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _, layout = case.prepared()
+    accumulation, skipped = layout.accumulation, layout.accumulation - trace.TRACED
+    assert skipped > 2
+    few = dry(case, 1)
+    monkeypatch.setattr(trace, "TRACED", accumulation)
+    whole = dry(case, 1)
+    assert few.traffic == whole.traffic
+    assert (few.product_flops, few.attention_flops) == (whole.product_flops, whole.attention_flops)
+    assert few.timeline.keys() == whole.timeline.keys()
+    # Nothing of a micro-batch stays but its tokens' ids and its rows' losses
+    ids = 8 * config.training.local_batch_size * (config.training.seq_len + 1)
+    assert 0 <= whole.peak.total - few.peak.total <= skipped * ids
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

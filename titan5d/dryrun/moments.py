@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ class Moments(StepPhases):
 
     Attributes:
         failed: the moment in which a phase ended with an error.
+        before_forward: called before each forward phase.
 
     The part is the innermost module that runs; in backward the block whose gradient is made, or, if that is computed
     again, the module inside that was the last to run.
@@ -45,6 +46,7 @@ class Moments(StepPhases):
         self.running: list[nn.Module] = []
         self.in_backward = ""
         self.failed: Moment | None = None
+        self.before_forward: Callable[[], object] = lambda: None
         self.ledger: TimedLedger | None = None
 
     @property
@@ -61,6 +63,8 @@ class Moments(StepPhases):
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        if phase == "forward":
+            self.before_forward()
         with super().__call__(phase):
             self.running.clear()
             self.in_backward = "output"  # until the first block has its gradient

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan5d.config.check import Layout
 from titan5d.config.schema import Config
-from titan5d.dryrun.trace import Assumed, RankTrace
+from titan5d.dryrun.trace import TRACED, Assumed, RankTrace
 from titan5d.hardware import GIB
 from titan5d.metrics.memory_ledger import MemoryUse
 
@@ -20,6 +20,11 @@ def notes(config: Config, layout: Layout, assumed: Assumed, device: str, asked: 
     found = [
         "bytes are those of tensors: no allocator's fragmentation, kernels' workspaces or device context"
     ]
+    if layout.pipeline is None and layout.accumulation > TRACED:
+        found.append(
+            f"{layout.accumulation} micro-batches: the first, one between and the last are traced, and"
+            f" {layout.accumulation - TRACED} more counted as the one between"
+        )
     if device == "cuda":
         found.append(
             "traced with CPU operators: attention keeps q, k, v, out and one fp32 a head and query, as FlashAttention;"

@@ -23,6 +23,7 @@ from titan5d.dryrun.flops import FlopCount
 from titan5d.dryrun.kinds import RankKind
 from titan5d.dryrun.loads import assume_loads
 from titan5d.dryrun.moments import Moment, Moments, TimedLedger
+from titan5d.dryrun.sums import Sums
 from titan5d.metrics.inside_operators import InsideOperators
 from titan5d.metrics.ledger import Entry
 from titan5d.metrics.memory_ledger import MemoryUse
@@ -45,6 +46,11 @@ class Assumed:
 
     documents: int = 1
     imbalance: float = 1.0
+
+
+TRACED = 3
+"""Micro-batches that are traced without a pipeline: the first has no gradients yet, the last may exchange them, and
+all between do the same."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,8 @@ def trace_rank(
             optimizer = build_optimizer(
                 model.named_parameters(), config.optimizer, DTYPES[config.training.mixed_precision_param]
             )
-            batches = assumed_batches(config, layout, assumed.documents)
+            traced = layout.accumulation if layout.pipeline else min(layout.accumulation, TRACED)
+            batches = assumed_batches(config, traced, assumed.documents)
             with device.running(), InsideOperators():
                 moment = Moment("making the optimizer's state", "")
                 step_on_zeros(model, optimizer)
@@ -127,6 +134,8 @@ def trace_rank(
                 pipeline = build_pipeline(config, layout, meshes, model, DEVICE)
             moments = Moments(model, device)
             traffic, flops = CheckedLedger(meshes.groups()), FlopCount()
+            begun: list[Sums] = []  # at the start of each micro-batch
+            moments.before_forward = lambda: begun.append(Sums.of(traffic, flops))
             memory = TimedLedger(model, optimizer)
             with (
                 without_collections(),
@@ -151,6 +160,9 @@ def trace_rank(
                 held = memory.now().total
                 gc.collect()
                 garbage = held - memory.now().total
+            sums = Sums.of(traffic, flops)
+            if traced < layout.accumulation:
+                sums = sums.repeated(begun[1], begun[2], layout.accumulation - traced)
     except Exception as error:
         raise TraceError(kind, (moments.failed or moments.now) if moments else moment, error) from error
     return RankTrace(
@@ -159,9 +171,9 @@ def trace_rank(
         memory.peak_moment,
         memory.highest,
         memory.timeline,
-        tuple(traffic.entries),
-        flops.products,
-        flops.attention,
+        sums.traffic,
+        sums.products,
+        sums.attention,
         garbage,
         time.monotonic() - started,
     )
@@ -188,9 +200,9 @@ def step_on_zeros(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def assumed_batches(config: Config, layout: Layout, documents: int) -> list[MicroBatch]:
-    """The micro-batches of a step: real tensors of the sizes of the run, every place with a target."""
-    return [_micro_batch(config, documents) for _ in range(layout.accumulation)]
+def assumed_batches(config: Config, number: int, documents: int) -> list[MicroBatch]:
+    """Micro-batches of a step: real tensors of the sizes of the run, every place with a target."""
+    return [_micro_batch(config, documents) for _ in range(number)]
 
 
 def _micro_batch(config: Config, documents: int) -> MicroBatch:

@@ -66,6 +66,9 @@ class Traffic:
             self.count + other.count, self.bytes + other.bytes, self.tensor_bytes + other.tensor_bytes
         )
 
+    def __rmul__(self, times: int) -> Traffic:
+        return Traffic(times * self.count, times * self.bytes, times * self.tensor_bytes)
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -85,7 +85,7 @@ class MemoryLedger(TorchDispatchMode):
         self._storages: dict[int, _Storage] = {}  # by address; dead ones remove themselves
         # Places where a parameter stands. While a unit is gathered its modules hold whole parameters instead
         modules = [module._parameters for module in model.modules() if module._parameters]
-        self._places = [_Place(parameters, name) for parameters in modules for name in parameters]
+        self._places = [_Place(parameters, name, parameters[name]) for parameters in modules for name in parameters]
         self._parameters = list(model.parameters())
         self._shapes: set[torch.Size] = set()  # of whatever stood there
         self._hooks: list[RemovableHandle] = []
@@ -160,6 +160,8 @@ class MemoryLedger(TorchDispatchMode):
             yield "buffers", args[0]
         elif name.startswith("aten._to_copy") and self._is_gradient(args[0]):
             yield "gradients", out  # FSDP2 accumulates gradients in the reduce type
+        elif name.startswith("aten.cat") and args[0] and self._is_gradient(args[0][0]):
+            yield "gradients", out  # of copies, side by side to be summed
         else:
             yield self.made, out
 
@@ -180,9 +182,9 @@ class MemoryLedger(TorchDispatchMode):
                 self._mark(parameter, "gathered")  # unless it is one of the weights
                 if parameter.requires_grad and parameter.is_leaf:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._mark_gradient))
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter is not place.first:
                 self._mark_gradient(parameter)
-        for parameter in self._parameters:
+        for parameter in self._parameters:  # these are the places' first
             if parameter.grad is not None:
                 self._mark_gradient(parameter)
         self._mark_state()
@@ -240,10 +242,11 @@ class _Storage:
 
 @dataclass
 class _Place:
-    """Where a module keeps a parameter, and what stood there at the last look."""
+    """Where a module keeps a parameter, what stood there at first, and at the last look."""
 
     parameters: dict[str, Any]
     name: str
+    first: Tensor | None
     last: Tensor | None = None
 
 
