@@ -70,6 +70,21 @@ def test_priors_bound_the_search_and_flags_lift_them() -> None:
         assert one.world_size == 64
 
 
+def test_slices_of_experts_are_tried_when_asked_for() -> None:
+    machine, config = machine_of("h100-80g", 32), base("30B-A3B", family="qwen3", batch=256)
+    args = model_args(config.model, config.moe)
+    whole, sliced = (
+        list(degrees(config, args, 32, 8, Priors(max_tp=8, max_etp=most), Counter())) for most in (1, 4)
+    )
+    assert {one.etp for one in whole} == {1} and {one.etp for one in sliced} == {1, 2, 4}
+    assert [one for one in sliced if one.etp == 1] == whole
+    result = search(config, machine, Priors(max_tp=8, max_etp=4), top=1)
+    assert any(one.layout.topology.etp > 1 for one in result.fitting)
+    found = next(one for one in result.fitting if one.layout.topology.etp > 1)
+    again, _ = plan_run(final_config(config, found.layout, args), machine)  # raises what training would refuse
+    assert again.fits and again.fullest.total == pytest.approx(found.memory, rel=1e-3)
+
+
 def test_long_rows_are_cut() -> None:
     result = search(base("8B", seq=131072, batch=64), machine_of("h100-80g", 64), Priors(max_tp=8), top=1)
     assert result.best[0][0].topology.cp > 1

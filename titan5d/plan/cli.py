@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pp-from", type=float, default=Priors.pp_from, help="parameters from which pipelines are tried"
     )
     look.add_argument("--max-pp", type=int, default=Priors.max_pp, help="pipeline ranks at most")
+    look.add_argument("--max-etp", type=int, default=Priors.max_etp, help="slices of an expert at most")
     look.add_argument(
         "--hsdp-nodes", default="2-8", metavar="A-B", help="on how many nodes replicas are tried"
     )
@@ -86,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 SEARCH_ONLY = (
-    *("--top", "--write", "--max-tp", "--cp-from", "--pp-from", "--max-pp", "--hsdp-nodes", "--any-zero"),
-    "--fill",
+    *("--top", "--write", "--max-tp", "--cp-from", "--pp-from", "--max-pp", "--max-etp", "--hsdp-nodes"),
+    *("--any-zero", "--fill"),
 )
 
 
@@ -272,6 +273,7 @@ def _priors(args: argparse.Namespace, machine: Machine) -> Priors:
         cp_from=args.cp_from,
         pp_from=args.pp_from,
         max_pp=args.max_pp,
+        max_etp=args.max_etp,
         hsdp_nodes=(int(first), int(last)),
         least_zero=not args.any_zero,
         fill=args.fill,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from titan5d.config.check import check
@@ -46,6 +46,8 @@ class Priors:
         cp_from: tokens of a row from which context parallelism is tried.
         pp_from: parameters from which pipelines are tried; each pipeline rank keeps whole nodes. max_pp: their ranks at
             most, since ever more micro-batches are needed to fill them.
+        max_etp: slices of an expert at most. For the same memory slices cost more traffic than fewer experts a rank or
+            ZeRO do (docs/expert_parallel.md), so by default experts stay whole.
         hsdp_nodes: from how many to how many nodes replicas of sharded copies are tried.
         least_zero: ZeRO-3 is tried only where ZeRO-2 does not fit, ZeRO-2 where ZeRO-1 does not.
         fill: share of a GPU's memory that a layout may need.
@@ -55,6 +57,7 @@ class Priors:
     cp_from: int = 65_536
     pp_from: float = 30e9
     max_pp: int = 32
+    max_etp: int = 1
     hsdp_nodes: tuple[int, int] = (2, 8)
     least_zero: bool = True
     fill: float = 0.9
@@ -67,6 +70,9 @@ class Priors:
             f"context parallelism from {self.cp_from:,} tokens a row (--cp-from)",
             f"pipelines from {self.pp_from / 1e9:g} G parameters, of at most {self.max_pp} ranks of whole nodes"
             " (--pp-from, --max-pp)",
+            f"experts in at most {self.max_etp} slices (--max-etp)"
+            if self.max_etp > 1
+            else "whole experts (--max-etp tries slices of them)",
             f"replicas of sharded copies (HSDP) on {first} to {last} nodes (--hsdp-nodes)",
             "the least ZeRO stage that fits (--any-zero tries all)"
             if self.least_zero
@@ -147,7 +153,7 @@ def degrees(
                     continue
                 for replicate in _replicas(dp, cp * tp, per_node, nodes, priors, rejected):
                     topology = Topology(replicate, dp // replicate, cp, tp, pp)
-                    yield from _with_experts(base, args, topology, gpus, rejected)
+                    yield from _with_experts(base, args, topology, gpus, priors.max_etp, rejected)
 
 
 def _replicas(
@@ -167,14 +173,16 @@ def _replicas(
 
 
 def _with_experts(
-    base: Config, args: ModelArgs, topology: Topology, gpus: int, rejected: Counter[str]
+    base: Config, args: ModelArgs, topology: Topology, gpus: int, max_etp: int, rejected: Counter[str]
 ) -> Iterator[Topology]:
-    """The degrees with each expert degree that `check` allows. Experts stay whole: for the same memory slices of them
-    cost more traffic than fewer experts a rank, or ZeRO (docs/expert_parallel.md)."""
+    """The degrees with each expert degree that `check` allows, and slices of experts up to `max_etp`."""
     ranks = topology.dp_shard * topology.cp * topology.tp
-    choices = [ep for ep in _divisors(ranks) if args.n_experts % ep == 0] if args.n_experts else [1]
-    for ep in choices:
-        found = Topology(topology.dp_replicate, topology.dp_shard, topology.cp, topology.tp, topology.pp, ep)
+    choices = [(1, 1)]
+    if args.n_experts:
+        shares = [ep for ep in _divisors(ranks) if args.n_experts % ep == 0]
+        choices = [(ep, etp) for ep in shares for etp in _powers(ranks // ep) if etp <= max_etp]
+    for ep, etp in choices:
+        found = replace(topology, ep=ep, etp=etp)
         stage = 0 if found.dp_shard * found.cp == 1 else 1
         rows = base.training.global_batch_size // found.dp  # one micro-batch: its table is short
         one = Candidate5(found, stage, rows, 1, "none", "1F1B" if found.pp > 1 else "")
