@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--help" in rest or "-h" in rest:
             from titan5d.config.help import config_help
 
-            sections = [word for word in rest if not word.startswith("-")]
-            print(config_help(sections[0] if sections else None))
+            asked = rest[[word in ("-h", "--help") for word in rest].index(True) + 1 :][:1]
+            print(config_help(asked[0] if asked and not asked[0].startswith("-") else None))
             return 0
         from titan5d.launch.run import train
 

@@ -60,6 +60,21 @@ def test_ranks_that_only_lost_a_peer_point_to_its_node(folder: Path, monkeypatch
     assert "RuntimeError: Connection closed by peer" in sentence, "without the place in gloo's source"
 
 
+def test_on_one_node_there_is_no_other_log_to_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank(100, 0, RuntimeError(GLOO), 10.0, monkeypatch)
+    sentence = first_failure(folder, failure.ALONE, [100])
+    assert sentence is not None and "the ranks only lost each other" in sentence
+    assert "other nodes" not in sentence
+
+
+def test_a_full_disk_does_not_take_the_place_of_the_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    failure.note(ValueError("the true one"), {**os.environ, "RANK": "0"})
+
+
 def test_a_start_that_is_over_does_not_count_for_the_next(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

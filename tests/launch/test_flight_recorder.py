@@ -64,6 +64,27 @@ def test_every_call_is_in_the_ring(tmp_path: Path) -> None:
         assert last.group == tp.name
 
 
+def test_the_last_call_of_a_number_is_not_that_of_no_tensor(tmp_path: Path) -> None:
+    for rank, text in enumerate(["-", "", "4,8 - 16"]):
+        LastCall(tmp_path / f"rank_{rank}.last").write("g", 5, "all_reduce", None, text, "float32", 1.0)
+    shapes = [call.shapes for _, call in sorted(read_last_calls(tmp_path, "rank_").items())]
+    assert shapes == [[[]], [], [[4, 8], [], [16]]]
+
+
+def _number(folder: Path) -> tuple[CallRecord, CallRecord]:
+    recorder = FlightRecorder(10)
+    recorder.last = LastCall(folder / f"rank_{dist.get_rank()}.last")
+    with recorder:
+        dist.all_reduce(torch.ones(()))
+        call = recorder.calls()[-1]
+    return call, read_last_calls(folder, "rank_")[dist.get_rank()]
+
+
+def test_both_records_of_a_number_agree(tmp_path: Path) -> None:
+    for call, last in run_ranks(_number, 2, tmp_path):
+        assert call.shapes == last.shapes == [[]]
+
+
 def _waiting() -> tuple[str, float, str]:
     """Rank 1 comes half a second late; what rank 0's other thread sees meanwhile."""
     recorder, seen = FlightRecorder(10), []

@@ -12,6 +12,7 @@ from titan5d.launch.nodes import (
     Nodes,
     Refused,
     address_towards,
+    check_port,
     connections,
     interface_of,
     read_nodes,
@@ -40,6 +41,7 @@ def test_elastic_nodes_and_restarts() -> None:
         ({**TWO, "MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1 must be at least 0"),
         ({**TWO, "MAX_RESTARTS": "many"}, "MAX_RESTARTS=many is not a whole number"),
         ({**TWO, "RDZV_CONF": "fast"}, "RDZV_CONF=fast must read key=value"),
+        ({**TWO, "RDZV_CONF": "a=b,last_call_timeout=x"}, "last_call_timeout=x must be a whole number"),
         ({**TWO, "NODE_RANK": " "}, "NNODES=2 needs NODE_RANK"),
     ],
 )
@@ -111,3 +113,13 @@ def test_what_a_waiting_node_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes_module, "connections", lambda port: set())
     assert "1 of 4 nodes joined (this one)" in host.waiting()
     assert "node 2 of 4 finds nothing at head:29500" in other.waiting()
+
+
+def test_a_port_that_is_taken_is_refused_where_the_meeting_is() -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(Refused, match=f"MASTER_PORT={port} cannot be used on this node"):
+            check_port(Nodes(2, 0, "127.0.0.1", port))
+        check_port(Nodes(2, 1, "127.0.0.1", port))
+    check_port(Nodes(2, 0, "127.0.0.1", port))
+    check_port(Nodes())

@@ -78,6 +78,15 @@ def test_what_differs_is_named_on_all_ranks(different: str, expected: Sequence[S
         assert all(part in problem for part in parts), problem
 
 
+def test_nodes_with_different_numbers_of_ranks_are_named() -> None:
+    ranks = [
+        preflight.Fingerprint(host, here, (), "code", "config") for host, here in (("a", 1), ("b", 2), ("b", 2))
+    ]
+    (problem,) = preflight.node_problems(ranks)
+    assert "rank 0 (a): 1; ranks 1, 2 (b): 2; start all with the same NGPU" in problem
+    assert preflight.node_problems(ranks[1:]) == []
+
+
 def test_a_run_with_another_config_on_one_rank_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.toml").write_text("")
     rows = write_rows(tmp_path / "rows.jsonl")

@@ -41,6 +41,23 @@ def test_one_signal_is_a_flag(number: signal.Signals) -> None:
     assert out == f"asked {int(number)}\nleft\n" and process.returncode == 0
 
 
+def test_sigterm_does_not_cut_off_an_error_that_is_on_its_way_out() -> None:
+    program = """
+import os, signal
+from titan5d.launch.signals import StopSignals
+try:
+    with StopSignals():
+        raise ValueError
+except ValueError:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("noted", flush=True)
+os.kill(os.getpid(), signal.SIGINT)
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.stdout == "noted\n" and "KeyboardInterrupt" in result.stderr, "Ctrl-C works again"
+
+
 def test_a_second_signal_ends_at_once() -> None:
     process = start("hang")
     process.send_signal(signal.SIGTERM)

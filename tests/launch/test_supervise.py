@@ -60,8 +60,19 @@ ONE_RANK_FAILS = """
     import os, subprocess, sys, time
     left = int(sys.argv[1])
     print("launched with %d left" % left, flush=True)
+    rank = "import time; from titan5d.launch import exit_status, failure; failure.begin(); time.sleep(1)"
     if left == 2:  # the first launcher: its ranks end, and so does the meeting
-        subprocess.run([sys.executable, "-c", "import time; time.sleep(1)"], env={**os.environ, "LOCAL_RANK": "0"})
+        subprocess.run([sys.executable, "-c", rank], env={**os.environ, "LOCAL_RANK": "0"})
+        sys.exit(1)
+"""
+NODE_JOINS = """
+    import os, subprocess, sys
+    left = int(sys.argv[1])
+    print("launched with %d left" % left, flush=True)
+    rank = "import time; from titan5d.launch import exit_status, failure; failure.begin(); time.sleep(1)"
+    if left == 1:
+        for end in ("; exit_status.record(3)", ""):  # makes room; dies
+            subprocess.run([sys.executable, "-c", rank + end], env={**os.environ, "LOCAL_RANK": "0"})
         sys.exit(1)
 """
 JOINS_AGAIN = """
@@ -187,7 +198,9 @@ def test_a_launcher_that_lost_the_meeting_is_started_again_with_the_restarts_tha
 ):
     code, launched, said = join_again(tmp_path, meeting, 2, ONE_RANK_FAILS)
     assert (code, launched) == (0, ["launched with 2 left", "launched with 1 left"])
-    assert said == "titan5d: node 1 has lost the meeting on node 0 and joins again; restarts left: 1\n"
+    assert said.splitlines()[-1] == (
+        "titan5d: node 1 has lost the meeting on node 0 and joins again; restarts left: 1"
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are seen in /proc")
@@ -196,6 +209,13 @@ def test_a_launcher_that_has_used_its_restarts_is_not_started_again(tmp_path: Pa
     always = always.replace("    sys.exit(1)", "sys.exit(1)")  # after all of its ranks
     code, launched, _ = join_again(tmp_path, "answers", 1, always)
     assert (code, launched) == (1, ["launched with 1 left"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are seen in /proc")
+def test_a_start_that_made_room_for_a_node_takes_no_restart(tmp_path: Path):
+    """Its ranks stop, having saved, and are started again with those of the new node."""
+    code, launched, _ = join_again(tmp_path, "answers", 1, NODE_JOINS)
+    assert (code, launched) == (0, ["launched with 1 left", "launched with 0 left"])
 
 
 def test_a_node_whose_node_0_does_not_come_looks_for_it_until_the_time_is_up(tmp_path: Path):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from titan5d.data.prefetch import read_ahead
 from titan5d.launch.heartbeat import Heartbeat
 from titan5d.launch.mismatch import find_mismatches
 from titan5d.launch.record import CallRecord, GroupRecord, RankRecord, read_records, write_record
-from titan5d.launch.stacks import read_frozen
+from titan5d.launch.stacks import all_stacks, read_frozen
 from titan5d.launch.torch_trace import parse
 from titan5d.launch.traces import Traces
 from titan5d.launch.verdict import judge
@@ -146,6 +150,79 @@ def test_the_first_error_of_its_own_is_the_cause_not_a_lost_connection() -> None
     assert judge(same, Traces(), 2).culprits == [0, 1]
 
 
+def test_a_rank_that_others_gave_up_on_is_blamed_not_those_that_gave_up() -> None:
+    """As when a group is made: a call of the store, no collective, and one rank never comes to it."""
+    groups = [GroupRecord("g", "dp_shard", (0, 1, 2, 3), 3)]
+    gave_up = "DistStoreError: wait timeout after 21000ms, keys: /default_pg/0//29"
+    records = {rank: record(rank, [done(3)], groups, error=gave_up) for rank in (0, 2, 3)}
+    records[1] = record(1, [done(3)], groups)
+    found = judge(records, Traces(), 4)
+    assert (found.kind, found.culprits) == ("late", [1])
+    lines = found.text.splitlines()
+    assert lines[0] == "the run cannot go on: rank 1 did not come: ranks 0, 2, 3 failed without it"
+    assert f"rank 0 failed after that, at /x/model.py:7 forward: {gave_up}" in lines
+    assert lines[-1] == "        /x/place.py:1 here"
+    # neither is one to blame for which another waits in a collective
+    records[2] = record(2, [waits(4)], [replace(groups[0], calls=4)])
+    found = judge(records, Traces(), 4)
+    assert (found.kind, found.culprits) == ("late", [1])
+    assert found.text.startswith(
+        "the run cannot go on: rank 1 did not come: ranks 0, 3 failed without it; 1 of 4"
+    )
+    # nor is one that has nothing to do with it, where a machine is gone that shares no folder
+    closed = "RuntimeError: Connection closed by peer [10.0.0.2]:43210"
+    records = {0: record(0, [], groups, error=closed), 1: record(1, [], groups)}
+    assert judge(records, Traces(), 4).kind == "lost"
+    # an error of its own comes first
+    records = {0: record(0, [], groups, error="ValueError: x"), 1: record(1, [], groups)}
+    assert judge(records, Traces(), 2).culprits == [0]
+
+
+def test_many_ranks_that_gave_up_fit_on_a_screen() -> None:
+    groups = [GroupRecord("g", "loss", tuple(range(512)), 3)]
+    records = {rank: record(rank, [], groups, 512, error="RuntimeError: Timed out") for rank in range(511)}
+    records[511] = record(511, [], groups, 512)
+    found = judge(records, Traces(), 512)
+    assert found.culprits == [511] and len(found.text.splitlines()) < 15
+    assert "... and 503 ranks more failed after that" in found.text
+
+
+def test_of_a_rank_that_waits_for_data_the_thread_that_reads_it_is_shown() -> None:
+    group = GroupRecord("g", "dp_shard", (0, 1), 8)
+    go_on = threading.Event()
+
+    def stuck_disk() -> Iterator[int]:
+        go_on.wait()
+        yield 1
+
+    def takes_a_batch() -> None:
+        for _ in read_ahead(stuck_disk(), 1, 60.0):
+            return
+
+    taker = threading.Thread(target=takes_a_batch, name="takes a batch")
+    taker.start()
+    try:
+        stacks = all_stacks()
+        while "stuck_disk" not in str(stacks) or "queue.py" not in str(stacks["takes a batch"][:2]):
+            stacks = all_stacks()
+    finally:
+        go_on.set()
+        taker.join()
+    stacks["MainThread"] = stacks.pop("takes a batch")
+    late = replace(record(1, [done(7)], [replace(group, calls=7)]), stacks=stacks)
+    found = judge({0: record(0, [waits(8)], [group]), 1: late}, Traces(), 2)
+    _, _, stands = found.text.partition("    its Python stands at\n")
+    reads, _, asks = stands.partition(
+        "    in the thread that reads data ahead; the main thread waits for it at\n"
+    )
+    assert reads.strip().endswith(" stuck_disk") and "prefetch.py" not in found.text
+    assert asks.strip().splitlines()[0].endswith(" takes_a_batch") and len(asks.splitlines()) <= 2
+    # between two batches the thread that reads ahead is none of the user's business
+    elsewhere = replace(late, stacks={**stacks, "MainThread": ["/x/place.py:1 here"]})
+    found = judge({0: record(0, [waits(8)], [group]), 1: elsewhere}, Traces(), 2)
+    assert "/x/place.py:1 here" in found.text and "stuck_disk" not in found.text
+
+
 def test_a_rank_without_a_record_is_described_by_its_traces() -> None:
     group = GroupRecord("g", "dp_shard", (0, 1), 8)
     records = {0: record(0, [waits(8)], [group])}
@@ -184,6 +261,31 @@ def test_records_survive_the_disk(tmp_path: Path) -> None:
     one = record(0, [waits(8)], [group])
     write_record(tmp_path, "rank_", one, one.calls)
     assert read_records(tmp_path, "rank_") == {0: one}
+
+
+def test_records_are_on_the_disk_before_they_get_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that dies right after leaves no empty record; signs of life, every second, are not worth the wait."""
+    synced: list[list[str]] = []
+    fsync = os.fsync
+
+    def noted(number: int) -> None:
+        fsync(number)
+        synced.append(sorted(file.name for file in tmp_path.glob("*.json*") if file.suffix != ".part"))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    write_record(tmp_path, "rank_", record(0, [], []))
+    assert synced == [[], ["rank_0.calls.jsonl"]]
+    beat(0).write(tmp_path, "rank_")
+    assert len(synced) == 2
+
+
+def test_a_call_of_a_group_that_came_up_while_the_record_was_made(tmp_path: Path) -> None:
+    group = GroupRecord("g", "pp", (0, 1), 8)
+    write_record(tmp_path, "rank_", record(0, [waits(8), waits(1, "new")], [group], 2))
+    write_record(tmp_path, "rank_", record(1, [done(7)], [replace(group, calls=7)], 2))
+    assert judge(read_records(tmp_path, "rank_"), Traces(), 2).culprits == [1]
 
 
 def test_stacks_that_faulthandler_wrote(tmp_path: Path) -> None:

@@ -187,6 +187,29 @@ def test_a_killed_process(tmp_path: Path) -> None:
     assert "is dead: killed from outside" in ended[0].stderr
 
 
+def _killed_after_a_number(rank: int, groups: Groups) -> None:
+    dist.all_reduce(torch.ones(()), group=groups["tp"])
+    time.sleep(0.5)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(()), group=groups["tp"])
+
+
+def test_a_process_killed_after_a_number_was_summed(tmp_path: Path) -> None:
+    ended = watched(_killed_after_a_number, tmp_path, 2)
+    assert "the run cannot go on: rank 1 left no record" in ended[0].stderr
+    assert "do not call the same" not in ended[0].stderr
+
+
+def test_without_a_place_for_records_each_rank_says_where_it_waits(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where the folder should be")
+    ended = watched(_never_arrives, tmp_path, 4)
+    assert ended[0].status == 1, "the late rank hears of nothing; its launcher ends it"
+    lines = [line for rank in ended for line in rank.stderr.splitlines() if "ranks cannot compare" in line]
+    assert any("Rank 0" in line and "in step 7, phase backward: waits in" in line for line in lines)
+    assert not any("did not come" in rank.stderr or "diagnose" in rank.stderr for rank in ended)
+
+
 def _holds_the_interpreter(rank: int, groups: Groups) -> None:
     if rank == 1:
         time.sleep(0.3)

@@ -18,6 +18,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend
 from tests.launch.forked import Ended, fork_ranks
 from tests.train.test_runs import TINY, write_rows
 from titan5d.__main__ import main
+from titan5d.launch import run as run_module
 from titan5d.launch import watchdog as watchdog_module
 from titan5d.launch.flight_recorder import FlightRecorder
 from titan5d.launch.last_call import LastCall
@@ -90,6 +91,23 @@ def test_a_stuck_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "is in step 3, phase forward" in text
     assert "stuck_in_a_loop" in text and "titan5d/train/step.py" in text
     assert all(line.strip() in ended[0].stderr for line in text.splitlines()[:-1])
+
+
+def test_a_rank_stuck_before_the_first_step(tmp_path: Path) -> None:
+    """While files may take an hour, and the others make groups of ranks."""
+    limits = {"comm__init_timeout_seconds": 4, "comm__files_timeout_seconds": 3600}
+    given = words(tmp_path, training__local_batch_size=4, **limits)
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            run_module.settle_zero_stage = lambda *given: stuck_in_a_loop()
+        train(given)
+
+    started = time.monotonic()
+    ended = fork_ranks(body, 2, tmp_path, 40)
+    assert [rank.status for rank in ended] == [1, 1] and time.monotonic() - started < 25
+    assert "the run hangs: 1 of 2 ranks wait, rank 1 did not come" in ended[0].stderr
+    assert "stuck_in_a_loop" in ended[0].stderr
 
 
 def test_an_error_on_one_rank_with_tensor_parallel(

@@ -22,6 +22,9 @@ class Agreement:
     """
 
     def __init__(self, time_limit: float) -> None:
+        # Making a group waits for all ranks as long as the group's own calls may, and nobody sees that wait; this one
+        # has the limit of the start, and the watchdog looks at it
+        dist.barrier()
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=time_limit))
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 

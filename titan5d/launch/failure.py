@@ -16,11 +16,14 @@ import re
 import socket
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan5d.launch.exit_status import BEGAN, FOLDER
 
+ALONE = "this node"
+"""What the only node is called."""
 NOTE = ".failure"
 """Suffix of the file, named by process id, in which a rank leaves word of its error."""
 
@@ -76,8 +79,9 @@ def note(error: BaseException, environ: Mapping[str, str] = os.environ) -> None:
         return
     failure = Failure(int(environ.get("RANK", "0")), time.time(), f"{type(error).__name__}: {error}")
     part = Path(environ[FOLDER]) / f"{os.getpid()}.part"
-    part.write_text(json.dumps(asdict(failure)))
-    part.rename(part.with_suffix(NOTE))
+    with suppress(OSError):  # a full disk must not take the place of the error
+        part.write_text(json.dumps(asdict(failure)))
+        part.rename(part.with_suffix(NOTE))
 
 
 def first_failure(folder: Path, node: str, processes: Collection[int]) -> str | None:
@@ -105,6 +109,8 @@ def first_failure(folder: Path, node: str, processes: Collection[int]) -> str | 
             " by torchrun after 30 s without an answer, and when memory runs out) or aborted in C++; torchrun's"
             " report above has the signal"
         )
+    if failures and node == ALONE:
+        return f"{node}: the ranks only lost each other, see above; the first to notice was {failures[0]}"
     if failures:
         named = {address for failure in failures for address in PEER.findall(failure.error)}
         peers = sorted(address for address in named if not _is_ours(address))

@@ -34,7 +34,7 @@ import typing_extensions
 from torch import Tensor
 
 import titan5d.metrics
-from titan5d.launch.last_call import LastCall
+from titan5d.launch.last_call import SCALAR, LastCall
 from titan5d.launch.record import CallRecord, GroupRecord
 from titan5d.metrics.axis_names import AxisNames
 from titan5d.metrics.interception import GROUP_METHODS, Interception, tensors_in
@@ -155,7 +155,7 @@ class FlightRecorder:
         self.ring.append(call)
         if self.last is not None:
             at = None if peer is None else counters.ranks[peer]
-            shapes = " ".join(",".join(map(str, shape)) for shape in call.shapes)
+            shapes = " ".join(",".join(map(str, shape)) or SCALAR for shape in call.shapes)
             dtype = str(call.dtype)[6:] if call.dtype is not None else ""  # without "torch."
             self.last.write(counters.name, seq, op, at, shapes, dtype, call.start + self._time_of_day)
         return call

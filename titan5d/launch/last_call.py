@@ -15,6 +15,8 @@ from titan5d.launch.record import CallRecord
 
 SIZE = 512
 """Bytes; longer calls lose their last shapes."""
+SCALAR = "-"
+"""The shape of a number; nothing at all is no tensor."""
 
 
 class LastCall:
@@ -28,7 +30,7 @@ class LastCall:
     def write(
         self, group: str, seq: int, op: str, peer: int | None, shapes: str, dtype: str, start: float
     ) -> None:
-        """`peer`: global rank; `shapes` as in "4,8 16": of several tensors."""
+        """`peer`: global rank; `shapes` as in "4,8 16 -": of several tensors."""
         who = "" if peer is None else peer
         text = f"{group}|{seq}|{op}|{who}|{dtype}|{start:.3f}|{shapes}|".encode()[: SIZE - 1] + b"\0"
         self._page[: len(text)] = text
@@ -52,11 +54,13 @@ def read_last_calls(folder: Path, prefix: str) -> dict[int, CallRecord]:
                 int(seq),
                 op,
                 peer=int(peer) if peer else None,
-                shapes=[[int(n) for n in shape.split(",") if n] for shape in shapes.split(" ")]
-                if shapes
-                else [],
+                shapes=[_shape(text) for text in shapes.split(" ")] if shapes else [],
                 dtype=dtype,
                 start=float(start),
                 state="last",
             )
     return found
+
+
+def _shape(text: str) -> list[int]:
+    return [] if text == SCALAR else [int(n) for n in text.split(",") if n]

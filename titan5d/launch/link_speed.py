@@ -24,7 +24,7 @@ from titan5d.parallel.mesh import Meshes
 
 log = logging.getLogger("titan5d")
 
-AXES = ("pp", "dp_replicate", "shard", "tp", "efsdp", "ep", "ep_etp")
+AXES = ("pp", "dp_replicate", "shard", "cp", "tp", "efsdp", "ep", "ep_etp")
 SECONDS = 0.8
 """For all axes together."""
 SMALL_CALLS = 20
@@ -151,5 +151,7 @@ def _has_several(meshes: Meshes, axis: str) -> bool:
     if axis in ("efsdp", "ep", "ep_etp") and meshes.experts is None:
         return False
     if axis == "ep_etp" and meshes.topology.etp == 1:  # the same ranks as ep
+        return False
+    if axis == "cp" and meshes.topology.dp_shard == 1:  # the same ranks as shard
         return False
     return meshes.group(axis).size() > 1

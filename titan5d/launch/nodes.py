@@ -120,6 +120,9 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
     conf = environ.get("RDZV_CONF", "").strip()
     if conf and not re.fullmatch(r"\w+=[^=,]+(,\w+=[^=,]+)*", conf):
         problems.append(f"RDZV_CONF={conf} must read key=value,key=value: settings of torchrun's --rdzv-conf")
+    for key, value in re.findall(r"(\w+(?:timeout|interval|attempt))=([^=,]+)", conf):
+        if not value.isdigit():
+            problems.append(f"RDZV_CONF={conf}: {key}={value} must be a whole number")
     if count == 1:
         raise_if(problems)
         return Nodes(port=port, restarts=restarts, rendezvous_conf=conf)
@@ -282,6 +285,21 @@ def integer(environ: Mapping[str, str], name: str, default: int | None, problems
     except ValueError:
         problems.append(f"{name}={text} is not a whole number")
         return default
+
+
+def check_port(nodes: Nodes) -> None:
+    """Raises Refused on the node that hosts the meeting when its port is taken."""
+    if nodes.rank > 0 or nodes.port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", nodes.port))
+        except OSError as error:
+            raise Refused(
+                f"refused: MASTER_PORT={nodes.port} cannot be used on this node ({error.strerror}); another run may"
+                " hold it: take a free port, the same on all nodes"
+            ) from None
 
 
 def raise_if(problems: list[str]) -> None:

@@ -8,6 +8,7 @@ at the first collective of another size.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import socket
 from collections.abc import Hashable, Mapping, Sequence
@@ -39,9 +40,10 @@ class PreflightRefused(Exception):
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What must be the same on all ranks, but for the host. `code`, `config`: hashes."""
+    """What must be the same on all ranks, but for the host. `ranks_here`: of its node. `code`, `config`: hashes."""
 
     host: str
+    ranks_here: int
     versions: tuple[tuple[str, str], ...]
     code: str
     config: str
@@ -52,9 +54,10 @@ def agree(config: Config) -> None:
     if dist.get_world_size() == 1:
         return
     files, keys = source_hashes(), flat(asdict(config))
-    mine = Fingerprint(socket.gethostname(), versions(), _hash(files), _hash(keys))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    mine = Fingerprint(socket.gethostname(), here, versions(), _hash(files), _hash(keys))
     all_ranks = _gather(mine)
-    problems = version_problems(all_ranks)
+    problems = node_problems(all_ranks) + version_problems(all_ranks)
     if (
         len({rank.code for rank in all_ranks}) > 1
     ):  # the same answer on all ranks, so all of them go on to gather
@@ -93,6 +96,15 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif name not in MAY_DIFFER:
             values[name] = repr(value)
     return values
+
+
+def node_problems(ranks: Sequence[Fingerprint]) -> list[str]:
+    """A sentence if nodes have different numbers of ranks: where ranks lie is reckoned with one number."""
+    found = [rank.ranks_here for rank in ranks]
+    if len(set(found)) == 1:
+        return []
+    who = _who_has(found, [rank.host for rank in ranks])
+    return [f"the number of ranks on a node is not the same on all nodes: {who}; start all with the same NGPU"]
 
 
 def version_problems(ranks: Sequence[Fingerprint]) -> list[str]:

@@ -6,7 +6,8 @@
         rank_0.beat         Heartbeat: signs of life while it runs
         verdict.json        what follows from all of them (verdict.py)
 
-Files are written under another name first, so that nobody reads half of one.
+Files are written under another name first, so that nobody reads half of one. One that is damaged all the same (its
+machine died, a disk was full, a copy was cut short, another version wrote it) is left out, and the rest is read.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 BESIDE = "second of two in turns"
 """The name of the thread that works in turns with the main thread, in overlapped slots (parallel/turns.py)."""
+READS_AHEAD = "titan5d data"
+"""The name of the thread that makes the next batches (data/prefetch.py)."""
 TORCH = "torch:"
 """Before the names of groups as torch counts them: all collectives, also those the recorder cannot see."""
 
@@ -107,26 +111,46 @@ class RankRecord:
 def write_record(folder: Path, prefix: str, record: RankRecord, ring: Iterable[CallRecord] = ()) -> None:
     """Leaves a rank's record and its whole ring."""
     lines = "".join(json.dumps(asdict(call)) + "\n" for call in ring)
-    write_whole(folder / f"{prefix}{record.rank}.calls.jsonl", lines)
+    write_whole(folder / f"{prefix}{record.rank}.calls.jsonl", lines, to_disk=True)
     # last: where it is, all is
-    write_whole(folder / f"{prefix}{record.rank}.json", json.dumps(asdict(record), indent=1))
+    write_whole(folder / f"{prefix}{record.rank}.json", json.dumps(asdict(record), indent=1), to_disk=True)
 
 
-def read_records(folder: Path, prefix: str) -> dict[int, RankRecord]:
-    """Rank -> its record, of all that there are."""
-    return {
-        rank: _record(json.loads(file.read_text(encoding="utf-8")))
-        for rank, file in sorted(record_files(folder, prefix).items())
-    }
+def read_records(folder: Path, prefix: str, left_out: list[str] | None = None) -> dict[int, RankRecord]:
+    """Rank -> its record, of all that can be read. `left_out`: gets a sentence about each of the others."""
+    found = {}
+    for rank, file in sorted(record_files(folder, prefix).items()):
+        try:
+            found[rank] = _record(json.loads(file.read_text(encoding="utf-8")), rank)
+        except UNREADABLE as error:
+            if left_out is not None:
+                left_out.append(unreadable(file, error))
+    return found
 
 
-def read_ring(folder: Path, prefix: str, record: RankRecord) -> list[CallRecord]:
-    """All calls a rank had on record, also those that are in its record only."""
+def read_ring(
+    folder: Path, prefix: str, record: RankRecord, left_out: list[str] | None = None
+) -> list[CallRecord]:
+    """All calls a rank had on record, also those that are in its record only. `left_out` as for `read_records`."""
+    file = folder / f"{prefix}{record.rank}.calls.jsonl"
+    calls: list[CallRecord] = []
+    problems = []
     try:
-        lines = (folder / f"{prefix}{record.rank}.calls.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not copied along
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:  # not copied along
         return record.calls
-    calls = [CallRecord(**json.loads(line)) for line in lines]
+    except OSError as error:
+        problems, lines = [unreadable(file, error)], []
+    for number, line in enumerate(lines, 1):
+        try:
+            calls.append(_call(json.loads(line)))
+        except UNREADABLE as error:
+            problems.append(unreadable(file, error, f" from line {number} on"))
+            break  # it was cut off here, or nothing after it can be trusted
+    if left_out is not None:
+        left_out += problems
+    names = {group.name for group in record.groups}
+    calls = [call for call in calls if call.group in names]
     return [*calls, *(call for call in record.calls if call not in calls)]
 
 
@@ -135,12 +159,28 @@ def record_files(folder: Path, prefix: str) -> dict[int, Path]:
     found = {}
     for file in folder.glob(f"{prefix}*.json"):
         rank = file.name.removeprefix(prefix).removesuffix(".json")
-        if rank.isdigit():
+        if rank.isdecimal() and rank == str(int(rank)):  # rank_00.json is a copy that somebody made
             found[int(rank)] = file
     return found
 
 
-def _record(values: Mapping[str, Any]) -> RankRecord:
+UNREADABLE = (OSError, ValueError, TypeError, KeyError)
+"""What reading a file of JSON from an unknown past can raise."""
+
+
+def unreadable(file: Path, error: Exception, part: str = "") -> str:
+    """The sentence about a damaged file: "rank_1.json cannot be read (Is a directory)"."""
+    if isinstance(error, KeyError):
+        why = f"it has no {error}"
+    else:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return f"{file.name} cannot be read{part} ({' '.join(why.split())})"
+
+
+def _record(values: Any, rank: int) -> RankRecord:
+    """Raises one of `UNREADABLE`."""
+    if not isinstance(values, Mapping):
+        raise ValueError("it is no record")
     groups = [
         GroupRecord(
             **{
@@ -151,12 +191,38 @@ def _record(values: Mapping[str, Any]) -> RankRecord:
         )
         for group in values["groups"]
     ]
-    calls = [CallRecord(**call) for call in values["calls"]]
-    return RankRecord(**{**values, "groups": groups, "calls": calls})
+    names = {group.name for group in groups}
+    # a group that came up while the record was made has calls, but no place among its groups
+    calls = [call for call in map(_call, values["calls"]) if call.group in names]
+    record = RankRecord(**{**values, "groups": groups, "calls": calls})
+    numbers = record.world, record.at, record.step, record.phase_seconds
+    texts = record.host, record.why, record.phase, record.error
+    fits = all(isinstance(number, int | float) for number in numbers) and isinstance(record.stacks, dict)
+    if not fits or not all(isinstance(text, str) for text in texts):
+        raise ValueError("a value is of another type")
+    if record.rank != rank:
+        raise ValueError(f"it is of rank {record.rank}")
+    return record
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that readers see whole or not at all."""
+def _call(values: Mapping[str, Any]) -> CallRecord:
+    """Raises one of `UNREADABLE`."""
+    call = CallRecord(**values)
+    if not isinstance(call.seq, int) or not isinstance(call.start, int | float):
+        raise ValueError("a value of a call is of another type")
+    return call
+
+
+def write_whole(path: Path, text: str, to_disk: bool = False) -> None:
+    """Writes a file that readers see whole or not at all; with `to_disk` also when the machine dies right after.
+
+    Not for what is written every second: a disk that is busy with a checkpoint may take long over it.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-    part.write_text(text, encoding="utf-8")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if to_disk:
+            file.flush()
+            with suppress(OSError):  # some file systems cannot; readers see the text all the same
+                os.fsync(file.fileno())
     part.rename(path)

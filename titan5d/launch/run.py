@@ -39,6 +39,7 @@ from titan5d.data.tokenizer import check_against_model, load_tokenizer
 from titan5d.data.validation import ValidationBatches
 from titan5d.launch import exit_status, failure, link_speed
 from titan5d.launch.allocator import keep_freed_memory
+from titan5d.launch.parent_death import end_with_launcher
 from titan5d.launch.preflight import PreflightRefused, agree
 from titan5d.launch.watchdog import Watchdog
 from titan5d.models.args import ModelArgs
@@ -54,6 +55,7 @@ def train(argv: Sequence[str]) -> int:
     """Runs `titan5d train ARGS` on this rank and returns its exit status (0 done, 2 refused, 1 anything else)."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    end_with_launcher()
     failure.begin()
     _log_on_rank_0(rank)
     try:
@@ -62,10 +64,13 @@ def train(argv: Sequence[str]) -> int:
             log.info("note: %s", note)
         loader, held_out = open_data(config, args, layout, rank)
     except (ConfigError, DataError) as error:
-        if rank == 0:
-            text = str(error) if isinstance(error, ConfigError) else f"refused: {error}"
+        text = str(error) if isinstance(error, ConfigError) else f"refused: {error}"
+        if _speaks():
             print(text, file=sys.stderr, flush=True)
-        return exit_status.record(exit_status.REFUSED)
+        status = exit_status.record(exit_status.REFUSED)
+        if status == exit_status.REFUSED and not _speaks() and exit_status.FOLDER in os.environ:
+            print(f"rank {rank}: {text}", file=sys.stderr, flush=True)  # refused alone
+        return status
     watchdog: Watchdog | None = None
     try:
         device = join(config, rank, world)
@@ -82,10 +87,10 @@ def train(argv: Sequence[str]) -> int:
             link_speed.measure(trainer.meshes, device, local_world)
         status = trainer.run()
     except (PreflightRefused, CheckpointRefused) as refused:  # on all ranks alike
-        log.info("%s", refused)
+        _say(str(refused), rank)
         status = exit_status.REFUSED
     except (SaveFailed, GradientAuditFailed) as failed:  # on all ranks alike
-        log.info("failed: %s", failed)
+        _say(f"failed: {failed}", rank)
         status = exit_status.FAILED
     except Exception as error:
         log.exception("rank %d of %d on %s failed", rank, world, socket.gethostname())
@@ -228,6 +233,17 @@ def save_config(config: Config) -> None:
         (folder / config.job.save_config_file).write_text(to_toml(config), encoding="utf-8")
     if config.job.print_config:
         log.info("config:\n%s", to_toml(config))
+
+
+def _speaks() -> bool:
+    """Whether this rank says what is the same on all ranks of its node; each node has a log of its own."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", 0))) == 0
+
+
+def _say(text: str, rank: int) -> None:
+    """A text that all ranks have alike, once on each node."""
+    if _speaks():
+        log.log(logging.INFO if rank == 0 else logging.ERROR, "%s", text)
 
 
 def _log_on_rank_0(rank: int) -> None:

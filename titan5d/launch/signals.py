@@ -14,8 +14,11 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
+
+from titan5d.launch import exit_status
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME = 1.0
@@ -44,7 +47,10 @@ class StopSignals:
     ) -> None:
         signal.set_wakeup_fd(self._old_write)
         for stop, handler in self._handlers.items():
-            signal.signal(stop, handler)
+            # When a rank fails torchrun sends SIGTERM to the others, whose own errors are then on their way out and
+            # must arrive in the records first
+            if stop != signal.SIGTERM or error is None:
+                signal.signal(stop, handler)
         self._write.close()
         self._thread.join()
         self._read.close()
@@ -60,6 +66,8 @@ class StopSignals:
                     first, self.asked = now, number
                 elif now - first > SAME:
                     print(f"titan5d: {signal_name(number)} again: ended at once", file=sys.stderr, flush=True)
+                    with suppress(OSError):
+                        exit_status.record(exit_status.FAILED)
                     os._exit(128 + number)
 
 

@@ -14,7 +14,6 @@ torchrun itself would answer the first signal with 30 seconds, which is short fo
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -27,12 +26,15 @@ from pathlib import Path
 
 from titan5d.launch import exit_status
 from titan5d.launch.failure import first_failure
+from titan5d.launch.parent_death import signal_at_parents_death
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 GRACE_WITHOUT_RANKS = 5.0
 """Seconds for a launcher that has no ranks yet to end: one that waits for other nodes answers no signal."""
 GRACE_AFTER_RANKS = 60.0
 """The same for one whose ranks have ended, while those of other nodes may still be leaving."""
+GRACE_AFTER_REFUSAL = 30.0
+"""Seconds for one whose ranks were refused: all nodes mostly are, and leave together."""
 WITH_RANKS = 2.0
 """Seconds between two looks at whether ranks that failed have been started again."""
 BETWEEN_LAUNCHES = 2.0
@@ -63,26 +65,31 @@ def supervise(
     """
     with tempfile.TemporaryDirectory(prefix="titan5d-status-") as folder:
 
-        def report(processes: set[int]) -> None:
+        def report(processes: set[int]) -> bool:
             failed = first_failure(Path(folder), node, processes)
             if failed:
                 print(f"titan5d: {failed}", file=sys.stderr, flush=True)
+            return failed is not None
+
+        def refused() -> bool:
+            return exit_status.REFUSED in exit_status.recorded(Path(folder))
 
         left = restarts
-        with _Launcher({**environ, exit_status.FOLDER: folder}, report) as launcher:
+        with _Launcher({**environ, exit_status.FOLDER: folder}, report, refused) as launcher:
             while True:
                 code = launcher.run(command(left), waiting, join_timeout)
                 status = exit_status.combine(Path(folder), ranks, code)
                 if status == exit_status.FAILED:
                     report(launcher.ranks)
-                left -= launcher.starts
+                left -= launcher.failures + (launcher.starts > 0)  # the last start has failed, too
                 if status != exit_status.FAILED or meets is None or launcher.given_up or left < 0:
                     return status
                 if launcher.starts == 0 and meets():  # it had a meeting, and failed all the same
                     return status
                 if launcher.starts > 0:
-                    again = f"{node} has lost the meeting on node 0 and joins again"
-                    print(f"titan5d: {again}; restarts left: {left}", file=sys.stderr, flush=True)
+                    why = "has lost the meeting on node 0" if code >= 0 else f"has lost torchrun (signal {-code})"
+                    again = f"{node} {why} and joins again; restarts left: {left}"
+                    print(f"titan5d: {again}", file=sys.stderr, flush=True)
                     launcher.ranks = set()  # they have been reported
                 time.sleep(BETWEEN_LAUNCHES)
 
@@ -91,15 +98,19 @@ class _Launcher:
     """The processes of torchrun, one after another, with the signals of this one passed on to it or to its ranks.
 
     Attributes:
-        ranks: the process ids of their last start. `report` gets those of a start that is over, if another follows.
-        starts: how often the launcher of the last `run` has started ranks.
+        ranks: the process ids of their last start. `report` gets those of a start that is over, if another follows,
+            and says whether it failed; ranks are also started again when a node has joined.
+        starts, failures: how often the launcher of the last `run` has started ranks, and how many of these starts,
+            without the last one, have failed.
         given_up: nothing is to be started any more: a signal asked for the end, or other nodes did not come.
     """
 
-    def __init__(self, environ: Mapping[str, str], report: Callable[[set[int]], None]) -> None:
-        self.environ, self.report = environ, report
+    def __init__(
+        self, environ: Mapping[str, str], report: Callable[[set[int]], bool], refused: Callable[[], bool]
+    ) -> None:
+        self.environ, self.report, self.refused = environ, report, refused
         self.ranks: set[int] = set()
-        self.starts = 0
+        self.starts = self.failures = 0
         self.asked_to_stop_at: float | None = None
         self.interrupts = 0
         self.timed_out = False
@@ -120,7 +131,7 @@ class _Launcher:
 
     def run(self, command: Sequence[str], waiting: Callable[[], str] | None, join_timeout: float) -> int:
         """Until the launcher has ended. Without ranks it waits for other nodes: at the start and after a failure."""
-        self.starts = 0
+        self.starts = self.failures = 0
         # No signal may come between the start of the launcher and the moment it can be passed on
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
@@ -141,8 +152,16 @@ class _Launcher:
                 code = self._ended(self.process, WITH_RANKS)
                 self._without_ranks_from_now()
             if code is not None:
+                self._wait_for_ranks()
                 return code
         return self.process.wait()
+
+    def _wait_for_ranks(self) -> None:
+        """Ranks whose launcher was killed are just being killed as well (parent_death.py)."""
+        deadline = time.monotonic() + GRACE_WITHOUT_RANKS
+        folder = f"{exit_status.FOLDER}={self.environ[exit_status.FOLDER]}".encode()
+        while time.monotonic() < deadline and any(_has(pid, folder) for pid in self.ranks):
+            time.sleep(0.05)
 
     def _without_ranks_from_now(self) -> None:
         self.alone_since = time.monotonic()
@@ -158,15 +177,19 @@ class _Launcher:
         """The exit status of a launcher that ended without (further) ranks, else None."""
         while not self._ranks_live(process):
             code, now = self._ended(process, 0.2), time.monotonic()
-            if waiting and now > self.alone_since + join_timeout and not self.given_up:
+            refused, asked = self.refused(), self.asked_to_stop_at
+            if waiting and not refused and not self.given_up and now > self.alone_since + join_timeout:
                 print(f"titan5d: {waiting()}: given up after {join_timeout:g} s", file=sys.stderr, flush=True)
                 self.timed_out = True
             if code is not None:
                 return code
-            asked = self.asked_to_stop_at
-            if self.timed_out or (asked is not None and now > max(self.alone_since, asked) + grace):
+            if (
+                self.timed_out
+                or (asked is not None and now > max(self.alone_since, asked) + grace)
+                or (refused and now > self.alone_since + GRACE_AFTER_REFUSAL)
+            ):
                 process.kill()
-            elif waiting and now > self.note_at:
+            elif waiting and not refused and now > self.note_at:
                 print(f"titan5d: {waiting()}", file=sys.stderr, flush=True)
                 self.note_at = now + NEXT_NOTE
         return None
@@ -175,7 +198,7 @@ class _Launcher:
         """Whether there are ranks; takes note of them."""
         ranks = set(rank_processes(process.pid))
         if ranks and not ranks & self.ranks:
-            self.report(self.ranks)
+            self.failures += self.report(self.ranks)
             self.ranks = set()
             self.starts += 1
         self.ranks |= ranks
@@ -210,9 +233,15 @@ def rank_processes(launcher: int) -> list[int]:
     return ranks
 
 
+def _has(pid: int, variable: bytes) -> bool:
+    """Whether a process lives and has this variable in its environment."""
+    try:
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
 def _before_launcher() -> None:
     """Runs in the launcher before it becomes torchrun."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-    if sys.platform == "linux":
-        death_signal = 1  # PR_SET_PDEATHSIG: if this process's parent is killed outright, it is told
-        ctypes.CDLL(None).prctl(death_signal, signal.SIGTERM)
+    signal_at_parents_death(signal.SIGTERM)

@@ -28,6 +28,7 @@ from titan5d.launch.nodes import (
     Nodes,
     Refused,
     address_towards,
+    check_port,
     integer,
     raise_if,
     read_nodes,
@@ -72,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
         check_python()
         nodes = read_nodes(os.environ)
         run = prepare(argv, os.environ, nodes)
+        check_port(nodes)
         if nodes.count > 1:  # known now; node 0 may be gone when ranks are started again
             nodes = replace(nodes, local_address=nodes.local_address or address_towards(nodes.address))
     except Refused as refused:

@@ -47,6 +47,7 @@ from titan5d.launch.stacks import all_stacks, outermost_cause, training_threads
 from titan5d.launch.torch_trace import TorchTrace
 from titan5d.launch.traces import read_traces
 from titan5d.launch.verdict import VERDICT, judge, write_verdict
+from titan5d.launch.wording import called, rank_list, short_place, sized, when
 
 log = logging.getLogger("titan5d")
 
@@ -71,6 +72,23 @@ class Progress:
     phase: str
     since: float
     limit: float
+
+
+def alone(record: RankRecord, folder: Path, problem: OSError) -> str:
+    """What can be said of one rank when there is no place for records."""
+    text = f"{folder} cannot be used ({problem.strerror}), so ranks cannot compare where they stand. "
+    text += f"Rank {record.rank} ({record.host}) in {when(record.step, record.phase)}: "
+    if record.error:
+        return f"{text}{record.error}, raised at {short_place(record.error_at)}"
+    axes = {group.name: group for group in record.groups}
+    waits = [
+        f"waits in {called(call, record.rank)} of {axes[call.group].axis} ({rank_list(axes[call.group].ranks)}),"
+        f" {sized(call)}, for {record.at - call.start:.1f} s"
+        for call in record.waits
+        if call.group in axes
+    ]
+    stands = [short_place(place) for place in record.stacks.get("MainThread", [])[:1]]
+    return text + ("; ".join(waits) or f"its Python stands at {', '.join(stands)}")
 
 
 class Watchdog:
@@ -195,7 +213,8 @@ class Watchdog:
                         time.sleep(LEAVE_FIRST)
                 except Exception:  # whatever goes wrong here, no process stays
                     log.exception("rank %d found a hang, but its watchdog failed", self.rank)
-                exit_status.record(exit_status.FAILED)
+                with suppress(OSError):  # a full disk must not keep it here
+                    exit_status.record(exit_status.FAILED)
                 os._exit(exit_status.FAILED)
 
     @property
@@ -253,17 +272,21 @@ class Watchdog:
             write_record(self.folder, self.prefix, record, self.recorder.calls())
             self._alarm.touch()
             self._wait_for(lambda: len(record_files(self.folder, self.prefix)) == self.world)
-            if min(record_files(self.folder, self.prefix)) != self.rank:
+            judged = (self.folder / VERDICT).exists()  # before this rank, which had been stopped, came to it
+            if judged or min(record_files(self.folder, self.prefix)) != self.rank:
                 self._wait_for((self.folder / VERDICT).exists)
                 records = {self.rank: record}
                 if (self.folder / VERDICT).exists():
                     records = read_records(self.folder, self.prefix)
                 return any(one.why == "raised" for one in records.values())
             records = read_records(self.folder, self.prefix)
-        except OSError as problem:
-            self._cannot_write(problem)
-            records = {self.rank: record}
-        verdict = judge(records, read_traces(self.folder, self.prefix), self.world)
+        except OSError as problem:  # nobody can be compared with anybody
+            with suppress(OSError):
+                self._alarm.touch()
+            print(f"titan5d: {alone(record, self.folder, problem)}", file=sys.stderr, flush=True)
+            return why == "raised"
+        damaged = set(record_files(self.folder, self.prefix)) - set(records)
+        verdict = judge(records, read_traces(self.folder, self.prefix), self.world, damaged)
         clock = time.strftime("%H:%M:%S")
         lines = verdict.text.replace("\n", "\n    ")
         run_folder = self.folder.parent.parent
