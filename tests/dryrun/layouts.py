@@ -65,7 +65,7 @@ PAR = "parallelism"
 LAYOUTS = {
     "one rank": dense(1, "training.global_batch_size 2"),
     **{
-        f"ZeRO-{stage}, accumulation": dense(2, f"{PAR}.zero_stage {stage}", "training.global_batch_size 20")
+        f"ZeRO-{stage}, accumulation": dense(2, f"{PAR}.zero_stage {stage}", "training.global_batch_size 16")
         for stage in range(4)
     },
     "ZeRO-3, bf16, full recompute": dense(

@@ -38,7 +38,11 @@ def test_memory_and_traffic_are_those_of_a_real_run(name: str) -> None:
     "case",
     [
         *(
-            pytest.param(dense(2, f"{PAR}.zero_stage {stage}", "training.global_batch_size 24"), id=f"ZeRO-{stage}")
+            pytest.param(
+                dense(2, f"{PAR}.zero_stage {stage}", "training.global_batch_size 24"),
+                id=f"ZeRO-{stage}",
+                marks=pytest.mark.slow if stage in (0, 1) else (),
+            )
             for stage in range(4)
         ),
         pytest.param(

@@ -201,10 +201,17 @@ def test_a_process_killed_after_a_number_was_summed(tmp_path: Path) -> None:
     assert "do not call the same" not in ended[0].stderr
 
 
+def _arrives_too_late(rank: int, groups: Groups) -> None:
+    if rank == 2:
+        time.sleep(LIMIT + 2)
+        os._exit(3)  # it hears of nothing; a launcher would end it
+    _never_arrives(rank, groups)
+
+
 def test_without_a_place_for_records_each_rank_says_where_it_waits(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where the folder should be")
-    ended = watched(_never_arrives, tmp_path, 4)
-    assert ended[0].status == 1, "the late rank hears of nothing; its launcher ends it"
+    ended = watched(_arrives_too_late, tmp_path, 4)
+    assert ended[0].status == 1
     lines = [line for rank in ended for line in rank.stderr.splitlines() if "ranks cannot compare" in line]
     assert any("Rank 0" in line and "in step 7, phase backward: waits in" in line for line in lines)
     assert not any("did not come" in rank.stderr or "diagnose" in rank.stderr for rank in ended)
