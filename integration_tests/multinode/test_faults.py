@@ -89,10 +89,10 @@ def test_after_a_killed_rank_the_run_resumes_with_the_same_losses(
 
 
 def test_a_node_that_never_comes(tmp_path: Path, two_nodes: Network) -> None:
-    argv = words(tmp_path, "run", **{**FLAGS, "comm__init_timeout_seconds": 15})
+    argv = words(tmp_path, "run", **{**FLAGS, "comm__init_timeout_seconds": 8})
     with job(two_nodes, tmp_path, argv, tmp_path / "run", started=1) as running:
         assert running.statuses(within=60) == {0: 1}
-        assert "1 of 2 nodes joined (10.77.0.1)" in running.log(0) and "given up after 15 s" in running.log(0)
+        assert "1 of 2 nodes joined (10.77.0.1)" in running.log(0) and "given up after 8 s" in running.log(0)
     assert not (tmp_path / "run").exists()
 
 

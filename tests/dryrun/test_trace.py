@@ -13,7 +13,12 @@ from titan5d.launch.local_ranks import run_ranks
 from titan5d.metrics.flops import FULL_RECOMPUTE, flop_shape, training_flops, work_of
 from titan5d.parallel import tensor_products
 
-SLOW = ("PP x TP", "experts, ZeRO-1, full recompute", "experts x TP")
+SLOW = (
+    "PP x TP",
+    "experts, ZeRO-1, full recompute",
+    "experts x slices, selective recompute",
+    "experts x TP",
+)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +80,7 @@ def test_micro_batches_that_are_not_traced_count(case: Small, monkeypatch: pytes
     assert 0 <= whole.peak.total - few.peak.total <= skipped * ids
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_flops_of_all_ranks_are_the_closed_form(mode: str) -> None:
     case = dense(
         4,

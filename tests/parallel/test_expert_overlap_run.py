@@ -34,6 +34,7 @@ KEYS = {
 OVERLAP = {"parallelism__pipeline_parallel_expert_parallel_overlap": "true"}
 
 
+@pytest.mark.slow
 def test_the_log_is_that_of_a_run_without(tmp_path: Path) -> None:
     """Bit by bit, with phases that add up to no more than the step; a profile has what the second thread did."""
     write_rows(tmp_path / "rows.jsonl", valid=[3, 31, 1, 20, 32, 2, 7, 15])
