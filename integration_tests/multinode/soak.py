@@ -85,7 +85,10 @@ def inject(fault: str, running: Job, dice: random.Random, limit: float) -> None:
     net, node = running.net, dice.randrange(2)
     if fault in ("kill", "raise", "hang"):
         number = {"kill": signal.SIGKILL, "raise": RAISE, "hang": HANG}[fault]
-        os.kill(running.ranks(node)[0], number)
+        rank = running.ranks(node)[0]
+        os.kill(rank, number)
+        if fault == "raise":
+            see_it_raised(running, node, rank)
         wait_for_new_ranks(running, 0, limit)
     elif fault == "cut":
         net.link(node, "down")
@@ -103,6 +106,18 @@ def inject(fault: str, running: Job, dice: random.Random, limit: float) -> None:
             time.sleep(3)
         running.start(gone)
         wait_for_new_ranks(running, 1 - gone, limit)
+
+
+def see_it_raised(running: Job, node: int, rank: int) -> None:
+    """Until the rank has ended. Python drops what a signal raises while a weak reference calls back, and says so: then
+    the error is raised once more."""
+    while rank in running.ranks(node):
+        step = running.last_step()
+        while rank in running.ranks(node) and running.last_step() < step + 20:
+            time.sleep(0.05)
+        if rank in running.ranks(node):
+            assert "Exception ignored in" in running.log(node), running.logs()
+            os.kill(rank, RAISE)
 
 
 def wait_for_new_ranks(running: Job, node: int, limit: float) -> None:
