@@ -229,3 +229,47 @@ def test_a_node_whose_node_0_does_not_come_looks_for_it_until_the_time_is_up(tmp
 def test_a_launcher_that_fails_while_node_0_answers_is_not_started_again(tmp_path: Path):
     code, launched, _ = join_again(tmp_path, "answers", 1, "print('once'); raise SystemExit(1)")
     assert (code, launched) == (1, ["once"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is told on Linux only")
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
+    rank = """
+        import os, time
+        from titan5d.launch.parent_death import end_with_launcher
+        end_with_launcher({"TORCHELASTIC_RUN_ID": "1"})
+        os.write(1, b"up\\n")
+        time.sleep(30)
+    """
+    launcher = LAUNCHER.replace("ranks = [", "open('launcher', 'w').write(str(os.getpid()))\n    ranks = [")
+    command = [script(tmp_path, "launcher.py", launcher), script(tmp_path, "rank.py", rank)]
+    run = subprocess.Popen(
+        [sys.executable, script(tmp_path, "supervisor.py", SUPERVISOR), *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(run, 2)
+    time.sleep(0.5)  # the ranks are known by now
+    os.kill(int((tmp_path / "launcher").read_text()), signal.SIGKILL)
+    started = time.monotonic()
+    code, _, _ = ends(run)  # the pipe closes when the ranks, too, have gone
+    assert code == 1 and time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(("local_rank", "told"), [("0", True), ("1", False)])
+def test_a_refusal_is_told_once_on_each_node(local_rank: str, told: bool, tmp_path: Path):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "titan5d", "train", "--training.seq_len", "-1"]
+    result = subprocess.run(
+        command,
+        env={**environ, "LOCAL_RANK": local_rank},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert ("training.seq_len = -1" in result.stderr) == told
