@@ -240,16 +240,9 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
         os.write(1, b"up\\n")
         time.sleep(30)
     """
-    launcher = LAUNCHER.replace("ranks = [", "open('launcher', 'w').write(str(os.getpid()))\n    ranks = [")
-    command = [script(tmp_path, "launcher.py", launcher), script(tmp_path, "rank.py", rank)]
-    run = subprocess.Popen(
-        [sys.executable, script(tmp_path, "supervisor.py", SUPERVISOR), *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    noted = f"open({str(tmp_path / 'launcher')!r}, 'w').write(str(os.getpid()))"
+    launcher = LAUNCHER.replace("ranks = [", f"{noted}\n    ranks = [")
+    run = start(tmp_path, script(tmp_path, "launcher.py", launcher), script(tmp_path, "rank.py", rank))
     wait_for(run, 2)
     time.sleep(0.5)  # the ranks are known by now
     os.kill(int((tmp_path / "launcher").read_text()), signal.SIGKILL)

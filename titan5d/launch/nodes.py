@@ -65,6 +65,10 @@ class Nodes:
         """Whether each node knows its ranks beforehand; nodes that may meet again have a rendezvous instead."""
         return self.restarts == 0 and len(self.counts) == 1
 
+    def own_address(self) -> str:
+        """This node's address as the others see it. Raises Refused when `address` stays unknown."""
+        return self.local_address or address_towards(self.address)
+
     @property
     def may_join_again(self) -> bool:
         """Whether this node goes on when node 0, which hosts the meeting, was gone and is back.
@@ -194,7 +198,7 @@ def torchrun(
         f"--rdzv-endpoint={nodes.address}:{nodes.port}",
         f"--rdzv-id=titan5d-{nodes.port}",
         f"--rdzv-conf={','.join(filter(None, (conf, nodes.rendezvous_conf)))}",
-        f"--local-addr={nodes.local_address or address_towards(nodes.address)}",
+        f"--local-addr={nodes.own_address()}",
     ]
 
 
@@ -206,7 +210,7 @@ def rendezvous_environment(environ: Mapping[str, str], nodes: Nodes) -> dict[str
         added["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if nodes.count > 1:
         # gloo would take the address of the host name, which many machines resolve to themselves (127.0.1.1)
-        interface = interface_of(nodes.local_address or address_towards(nodes.address))
+        interface = interface_of(nodes.own_address())
         if interface:
             added["GLOO_SOCKET_IFNAME"] = interface
     return {name: environ.get(name, value) for name, value in added.items()}

@@ -8,13 +8,11 @@ Python handler would run.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
 import threading
 import time
-from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -66,9 +64,7 @@ class StopSignals:
                     first, self.asked = now, number
                 elif now - first > SAME:
                     print(f"titan5d: {signal_name(number)} again: ended at once", file=sys.stderr, flush=True)
-                    with suppress(OSError):
-                        exit_status.record(exit_status.FAILED)
-                    os._exit(128 + number)
+                    exit_status.leave_at_once(128 + number)
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

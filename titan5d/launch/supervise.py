@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan5d.launch import exit_status
-from titan5d.launch.failure import first_failure
+from titan5d.launch.failure import ALONE, first_failure
 from titan5d.launch.parent_death import signal_at_parents_death
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -49,7 +49,7 @@ def supervise(
     ranks: int,
     waiting: Callable[[], str] | None = None,
     join_timeout: float = 300.0,
-    node: str = "this node",
+    node: str = ALONE,
     restarts: int = 0,
     meets: Callable[[], bool] | None = None,
 ) -> int:

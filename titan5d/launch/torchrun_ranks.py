@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 from titan5d.hardware import GIB
 from titan5d.launch import exit_status
 from titan5d.launch.devices import count_cores, count_gpus, torch_build
+from titan5d.launch.failure import ALONE
 from titan5d.launch.nodes import (
     Nodes,
     Refused,
-    address_towards,
     check_port,
     integer,
     raise_if,
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         run = prepare(argv, os.environ, nodes)
         check_port(nodes)
         if nodes.count > 1:  # known now; node 0 may be gone when ranks are started again
-            nodes = replace(nodes, local_address=nodes.local_address or address_towards(nodes.address))
+            nodes = replace(nodes, local_address=nodes.own_address())
     except Refused as refused:
         print(refused, file=sys.stderr)
         return exit_status.REFUSED
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     place = "GPUs" if run.device == "cuda" else f"CPU with OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}"
     print(f"titan5d: ranks on the {place}{node}: {run.ranks} (NGPU=n starts n)", file=sys.stderr)
     waiting = nodes.waiting if nodes.count > 1 else None
-    name = f"node {nodes.rank} of {nodes.count} ({socket.gethostname()})" if nodes.count > 1 else "this node"
+    name = f"node {nodes.rank} of {nodes.count} ({socket.gethostname()})" if nodes.count > 1 else ALONE
     meets = nodes.meets if nodes.may_join_again else None
     return supervise(command, environ, run.ranks, waiting, run.init_timeout, name, nodes.restarts, meets)
 

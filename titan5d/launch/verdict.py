@@ -26,7 +26,7 @@ from titan5d.launch.mismatch import Mismatch, find_mismatches
 from titan5d.launch.record import BESIDE, READS_AHEAD, UNREADABLE, RankRecord, write_whole
 from titan5d.launch.traces import Traces
 from titan5d.launch.waits import Wait, find_waits, last_in_line
-from titan5d.launch.wording import called, count_of, numbered, rank_list, short_place, sized, when
+from titan5d.launch.wording import called, count_of, numbered, rank_list, short_place, sized, waited_for, when
 
 VERDICT = "verdict.json"
 SHOWN_RANKS = 8
@@ -209,10 +209,10 @@ def _headline(
 def _wait_line(wait: Wait) -> str:
     call = wait.call
     verb = "waits" if len(wait.ranks) == 1 else "wait"
-    what = f"{called(call, wait.ranks[0])} of {wait.axis} ({rank_list(wait.group_ranks)})"
+    what = waited_for(call, wait.ranks[0], wait.axis, wait.group_ranks, wait.seconds)
     where = f"\n    called at {' <- '.join(map(short_place, call.at))}" if call.at else ""
     absent = f"; {rank_list(wait.absent)} did not come" if wait.absent else "; all its ranks have called it"
-    return f"{rank_list(wait.ranks)} {verb} in {what}, {sized(call)}, for {wait.seconds:.1f} s{absent}{where}"
+    return f"{rank_list(wait.ranks)} {verb} in {what}{absent}{where}"
 
 
 def _noticed(record: RankRecord) -> str:

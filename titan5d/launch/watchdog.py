@@ -47,7 +47,7 @@ from titan5d.launch.stacks import all_stacks, outermost_cause, training_threads
 from titan5d.launch.torch_trace import TorchTrace
 from titan5d.launch.traces import read_traces
 from titan5d.launch.verdict import VERDICT, judge, write_verdict
-from titan5d.launch.wording import called, rank_list, short_place, sized, when
+from titan5d.launch.wording import short_place, waited_for, when
 
 log = logging.getLogger("titan5d")
 
@@ -82,8 +82,10 @@ def alone(record: RankRecord, folder: Path, problem: OSError) -> str:
         return f"{text}{record.error}, raised at {short_place(record.error_at)}"
     axes = {group.name: group for group in record.groups}
     waits = [
-        f"waits in {called(call, record.rank)} of {axes[call.group].axis} ({rank_list(axes[call.group].ranks)}),"
-        f" {sized(call)}, for {record.at - call.start:.1f} s"
+        "waits in "
+        + waited_for(
+            call, record.rank, axes[call.group].axis, axes[call.group].ranks, record.at - call.start
+        )
         for call in record.waits
         if call.group in axes
     ]
@@ -213,9 +215,7 @@ class Watchdog:
                         time.sleep(LEAVE_FIRST)
                 except Exception:  # whatever goes wrong here, no process stays
                     log.exception("rank %d found a hang, but its watchdog failed", self.rank)
-                with suppress(OSError):  # a full disk must not keep it here
-                    exit_status.record(exit_status.FAILED)
-                os._exit(exit_status.FAILED)
+                exit_status.leave_at_once()
 
     @property
     def _alarm(self) -> Path:

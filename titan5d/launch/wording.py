@@ -45,6 +45,11 @@ def sized(call: CallRecord) -> str:
     return f"{call.dtype} {shapes}".strip() if call.shapes else "no data"
 
 
+def waited_for(call: CallRecord, rank: int, axis: str, group_ranks: Iterable[int], seconds: float) -> str:
+    """ "all_reduce #12 of tp (ranks 0-3), float32 (4, 8), for 100.2 s"."""
+    return f"{called(call, rank)} of {axis} ({rank_list(group_ranks)}), {sized(call)}, for {seconds:.1f} s"
+
+
 def short_place(place: str) -> str:
     """ "titan5d/train/step.py:40 train_step" of a long path inside this package; others stay whole."""
     _, found, tail = place.rpartition("/titan5d/")
